@@ -1,0 +1,54 @@
+# Every target does its own set-up: Debian packages, .venv, an editable install, the C part.
+# On a fresh Debian 12 machine with root, `make demo` and `make test` are all there is to type.
+
+SHELL   := /bin/bash
+PYTHON  ?= python3
+BIN     := .venv/bin
+READY   := .venv/.ready
+CPART   := src/deltabox/deltacr/_interpreter
+CACHE   := .cache/demo/.ready
+
+.DELETE_ON_ERROR:
+.PHONY: demo test test-full bench lint doctor setup clean
+.DEFAULT_GOAL := test
+
+setup: $(READY) $(CPART)
+
+demo: setup $(CACHE)
+	@$(BIN)/python -m deltabox demo
+
+test: setup $(CACHE)
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-full: setup $(CACHE)
+	$(BIN)/python -m pytest --timeout=1800 $(ARGS)
+
+bench: setup
+	@mkdir -p bench/out
+	$(BIN)/python bench/standard.py --json bench/out/standard.json $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+doctor: setup
+	@$(BIN)/deltabox doctor
+
+$(READY): pyproject.toml setup.py tools/system-packages
+	@PYTHON="$(PYTHON)" tools/system-packages
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(CPART): $(READY) setup.py $(wildcard src/deltabox/deltacr/*.c src/deltabox/deltacr/*.h)
+	$(BIN)/python setup.py --quiet build_interpreter --inplace
+	@touch $@
+
+$(CACHE): $(READY) src/deltabox/demo/library.py
+	@$(BIN)/python -m deltabox demo --fetch .cache/demo
+	@touch $@
+
+clean:
+	rm -rf build dist .cache bench/out src/*.egg-info $(CPART)
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,131 @@
+"""The one build step which pyproject.toml cannot say: compile the interpreter.
+
+`deltacr/interpreter.c` is not a Python extension. It is a program of its own: a static ELF
+file without libc, which the engine starts as template and as PID 1 of every sandbox. So we
+compile it with plain `cc` and ship the result as package data next to its source. A wheel is
+therefore bound to a platform, but to no Python version (`py3-none-linux_x86_64`).
+
+`pip install .` puts the result into the wheel, `pip install -e .` and
+`python setup.py build_interpreter --inplace` put it into `src/`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+from setuptools import Command, Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
+
+PACKAGE = Path("deltabox/deltacr")
+SOURCE = Path("src") / PACKAGE / "interpreter.c"
+PROGRAM = "_interpreter"
+
+FLAGS = [
+    "-std=gnu11",
+    "-O2",
+    "-g0",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-ffreestanding",
+    "-fno-builtin",
+    "-fno-stack-protector",
+    "-fno-pic",
+    "-fno-asynchronous-unwind-tables",
+    "-fcf-protection=none",
+    "-nostdlib",
+    "-static",
+    "-no-pie",
+    "-Wl,--build-id=none",
+    "-Wl,-z,noexecstack",
+]
+
+
+def compile_interpreter(output: Path) -> None:
+    """Compile `interpreter.c` to `output` with `$CC` (default `cc`); replaces it atomically."""
+    compiler = os.environ.get("CC", "cc").split()
+    if shutil.which(compiler[0]) is None:
+        sys.exit(f"deltabox needs a C compiler to build: {compiler[0]!r} is not installed")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    fresh = output.with_name(f"{output.name}.{os.getpid()}")
+    command = [*compiler, *FLAGS, "-o", str(fresh), str(SOURCE)]
+    print(" ".join(command), flush=True)
+    try:
+        subprocess.run(command, check=True)
+        fresh.chmod(0o755)
+        fresh.replace(output)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+class BuildInterpreter(Command):
+    """`build_interpreter`: a sub-command of `build`, after setuptools' SubCommand protocol."""
+
+    description = "compile deltacr/interpreter.c"
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = [
+        ("build-lib=", None, "directory to build into"),
+        ("inplace", "i", "put the program beside its source"),
+    ]
+    boolean_options: ClassVar[list[str]] = ["inplace"]
+
+    build_lib: str | None
+    editable_mode: bool
+    inplace: bool
+
+    def initialize_options(self) -> None:
+        self.build_lib = None
+        self.editable_mode = False
+        self.inplace = False
+
+    def finalize_options(self) -> None:
+        self.set_undefined_options("build_py", ("build_lib", "build_lib"))
+
+    def run(self) -> None:
+        compile_interpreter(self._output())
+
+    def _output(self) -> Path:
+        if self.inplace or self.editable_mode:
+            return Path("src") / PACKAGE / PROGRAM
+        assert self.build_lib is not None
+        return Path(self.build_lib) / PACKAGE / PROGRAM
+
+    def get_source_files(self) -> list[str]:
+        return sorted(str(p) for p in SOURCE.parent.glob("*.[ch]"))
+
+    def get_outputs(self) -> list[str]:
+        return [str(self._output())]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+class Build(build):
+    sub_commands: ClassVar = [*build.sub_commands, ("build_interpreter", None)]
+
+
+class Wheel(bdist_wheel):
+    """A wheel of this platform, for any Python 3."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+class PlatformDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+setup(
+    distclass=PlatformDistribution,
+    cmdclass={"build": Build, "build_interpreter": BuildInterpreter, "bdist_wheel": Wheel},
+)

@@ -1,0 +1,603 @@
+"""Read a frozen tree into a `Capture`.
+
+From outside wherever the kernel lets us (/proc, ptrace, pidfd_getfd, kcmp, prlimit, get_robust_list)
+and by one injected batch for each thread for what only it can tell.  Everything that could not be
+given back is refused here, with the process, the descriptor and the object named, before anything
+has been changed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat as modes
+import struct
+from collections.abc import Callable, Mapping
+
+from ..errors import UnsupportedState
+from ..linux import pidfd, proc, ptrace
+from ..linux import numbers as nr
+from ..linux.openat2 import openat2
+from . import memory
+from .freeze import Frozen
+from .inject import Injection
+from .interrupted import UnknownCall, Waits
+from .live import Live
+from .model import (
+    Capture,
+    Description,
+    Descriptor,
+    MemoryLayout,
+    Pipe,
+    PosixTimer,
+    Process,
+    Thread,
+)
+from .model import Mapping as Vma
+from .objects import credentials, files, pipes, signals, timers
+from ..linux.futex import get_robust_list
+
+_PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
+_PR_GET_TIMERSLACK, _PR_GET_CHILD_SUBREAPER, _PR_GET_TID_ADDRESS = 30, 37, 40
+_PR_GET_THP_DISABLE = 42
+_RLIMITS = range(16)
+_NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "user", "cgroup", "time")
+
+_ANONYMOUS = {
+    "[eventpoll]": "an epoll instance",
+    "[eventfd]": "an eventfd",
+    "[timerfd]": "a timerfd",
+    "[signalfd]": "a signalfd",
+    "inotify": "an inotify instance",
+    "[fanotify]": "a fanotify group",
+    "[io_uring]": "an io_uring instance",
+    "[userfaultfd]": "a userfaultfd",
+    "[perf_event]": "a perf event",
+    "[pidfd]": "a pidfd",
+    "[aio]": "an aio context",
+    "bpf-prog": "a BPF program",
+    "bpf-map": "a BPF map",
+    "[fscontext]": "a mount under construction",
+    "seccomp notify": "a seccomp listener",
+}
+
+
+_Asked = tuple[
+    tuple[bytes, ...],
+    tuple[bytes, ...],
+    list[PosixTimer],
+    dict[str, int],
+    tuple[tuple[int, int], ...],
+]
+
+
+def capture(
+    live: Live,
+    frozen: Frozen,
+    *,
+    owner: int,
+    externals: Mapping[int, str],
+    waits: Waits,
+) -> Capture:
+    """Everything but the pages themselves. Raises UnsupportedState."""
+    return _Capturing(live, frozen, owner, externals, waits).whole()
+
+
+class _Capturing:
+    def __init__(
+        self,
+        live: Live,
+        frozen: Frozen,
+        owner: int,
+        externals: Mapping[int, str],
+        waits: Waits,
+    ) -> None:
+        self.live = live
+        self.frozen = frozen
+        self.owner = owner
+        self.externals = externals
+        self.waits = waits
+        self.descriptions: list[Description] = []
+        self.pipes: list[Pipe] = []
+        self._pipe_index: dict[int, int] = {}
+        self._seen: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
+        self._named: dict[tuple[str, int, int], bool] = {}
+        self.namespaces = {
+            name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
+        }
+        self.root_info = os.fstat(live.root)
+        self.affinity = os.sched_getaffinity(live.init)
+        self.oom = proc.read(f"/proc/{live.init}/oom_score_adj")
+        self.coredump_filter = proc.read(f"/proc/{live.init}/coredump_filter")
+
+    def whole(self) -> Capture:
+        self._check_world()
+        inside = proc.inside_pids([self.live.init, *self.frozen.threads])
+        found = [self._process(pid, inside) for pid in self.frozen.threads]
+        found += self._zombies(inside)
+        processes = tuple(sorted(found, key=lambda p: p.pid))
+        return Capture(
+            processes,
+            tuple(self.descriptions),
+            tuple(self.pipes),
+            self.survey.last_pid,
+            self.survey.hostname,
+            self.survey.domainname,
+            {p.pid: p for p in processes},
+        )
+
+    # -- the world the tree lives in --------------------------------------------------------
+
+    def _check_world(self) -> None:
+        if proc.mount_count(self.live.init) != self.live.mounts:
+            raise UnsupportedState(
+                "file systems were mounted or unmounted inside the sandbox; "
+                "undo that (umount) and try again",
+                pid=1, process="init", object="mount",
+            )
+        if self.live.network_state != proc.network_state(self.live.init):
+            raise UnsupportedState(
+                "network interfaces, addresses or routes were changed inside the sandbox",
+                pid=1, process="init", object="network",
+            )
+        self.survey = self.live.survey()
+        for what, count in self.survey.ipc.items():
+            if count:
+                raise UnsupportedState(
+                    f"the sandbox holds {count} System V {what}", pid=1, process="init", object=what
+                )
+
+    # -- one process ----------------------------------------------------------------------------
+
+    def _process(self, host: int, inside: dict[int, int]) -> Process:
+        stat = proc.stat(host)
+        status = proc.status(host)
+        pid = inside[host]
+
+        def refuse(what: str, kind: str) -> UnsupportedState:
+            return UnsupportedState(
+                f"pid {pid} ({stat.comm}) {what}", pid=pid, process=stat.comm, object=kind
+            )
+
+        tids = self.frozen.threads[host]
+        if host not in tids:
+            raise refuse("has ended its main thread while others run on", "thread")
+        tids = [host, *(t for t in tids if t != host)]
+        self._check_process(host, tids, status, refuse)
+
+        mappings, vdso, gap = memory.mappings(host, refuse)
+        self._check_files_mapped(mappings, refuse)
+        ignores_trap = bool(int(status["SigIgn"], 16) >> 4 & 1)
+        memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with Injection(
+                leader=host, memory=memory_fd, gap=gap, vdso=vdso, ignores_trap=ignores_trap
+            ) as injection:
+                mine = self._ask_process(host, injection, refuse)
+                answers = {tid: self._ask_thread(tid, injection) for tid in tids}
+            actions, itimers, posix, asked, limits = mine
+            pending = tuple(ptrace.pending(host, shared=True))
+            partial = Process(
+                pid, host, 0, 0, 0, 0, b"", sigactions=actions, pending=pending
+            )
+            threads = tuple(
+                self._thread(host, tid, answers[tid], partial, memory_fd, refuse) for tid in tids
+            )
+        finally:
+            os.close(memory_fd)
+        by_host = {t.host_tid: t.tid for t in threads}
+        posix = [
+            PosixTimer(t.identifier, t.clock, t.signal, t.notify, t.value,
+                       by_host.get(t.tid, 0) if t.notify & 4 else 0, t.setting)
+            for t in posix
+        ]
+        stop = max(self.frozen.stops[t] for t in tids)
+        return Process(
+            pid=pid,
+            host_pid=host,
+            ppid=inside.get(stat.ppid, 0),
+            pgid=int(status["NSpgid"].split()[-1]),
+            sid=int(status["NSsid"].split()[-1]),
+            exit_signal=stat.exit_signal,
+            comm=os.fsencode(stat.comm),
+            stopped=stop,
+            stop_reported=bool(stop) and stat.exit_code == 0,
+            threads=threads,
+            mappings=tuple(mappings),
+            layout=MemoryLayout(
+                stat.start_code, stat.end_code, stat.start_data, stat.end_data, stat.start_brk,
+                asked["brk"], stat.start_stack, stat.arg_start, stat.arg_end, stat.env_start,
+                stat.env_end, proc.read(f"/proc/{host}/auxv"), self._executable(host, refuse),
+            ),
+            descriptors=self._descriptors(host, refuse),
+            cwd=self._directory(host, "cwd", refuse),
+            root=self._root(host, refuse),
+            umask=int(status["Umask"], 8),
+            sigactions=actions,
+            pending=pending,
+            itimers=itimers,
+            timers=tuple(posix),
+            rlimits=limits,
+            dumpable=asked["dumpable"],
+            subreaper=bool(asked["subreaper"]),
+            thp_disabled=bool(asked["thp"]),
+            personality=int(proc.read(f"/proc/{host}/personality"), 16),
+            oom_score_adj=_unless(self.oom, proc.read(f"/proc/{host}/oom_score_adj"), 10),
+            coredump_filter=_unless(
+                self.coredump_filter, proc.read(f"/proc/{host}/coredump_filter"), 16
+            ),
+        )
+
+    def _check_process(
+        self,
+        host: int,
+        tids: list[int],
+        status: dict[str, str],
+        refuse: Callable[[str, str], UnsupportedState],
+    ) -> None:
+        for name, expected in self.namespaces.items():
+            if os.stat(f"/proc/{host}/ns/{name}").st_ino != expected:
+                raise refuse(f"has a {name} namespace of its own", f"{name} namespace")
+        if os.stat(f"/proc/{host}/ns/pid_for_children").st_ino != self.namespaces["pid"]:
+            raise refuse("has a pid namespace of its own for its children", "pid namespace")
+        for tid in tids:
+            task = status if tid == host else proc.status(host, tid)
+            if task["Seccomp"] != "0":
+                raise refuse("is under a seccomp filter", "seccomp")
+            if tid != host:
+                for kind, what in (
+                    (pidfd.KCMP_FILES, "descriptor table"),
+                    (pidfd.KCMP_FS, "working directory"),
+                ):
+                    if pidfd.kcmp(host, tid, kind):
+                        raise refuse(f"has a thread with a {what} of its own", "thread")
+
+    def _ask_process(
+        self,
+        host: int,
+        injection: Injection,
+        refuse: Callable[[str, str], UnsupportedState],
+    ) -> _Asked:
+        data = injection.data
+        itimer_at = signals.SIGNALS * signals.SIGACTION_SIZE
+        timer_at = itimer_at + 3 * timers.ITIMER_SIZE
+        word_at = 4096 - 64
+        limits_at = word_at - 16 * len(_RLIMITS)
+        try:
+            posix = timers.listed(host)
+        except timers.Refused as refused:
+            raise refuse(f"has {refused}", "timer") from None
+        if len(posix) > (limits_at - timer_at) // timers.ITIMERSPEC_SIZE:
+            raise refuse(f"has {len(posix)} POSIX timers", "timer")
+        calls = signals.capture_calls(data)
+        calls += timers.capture_calls(data + itimer_at)
+        calls += timers.setting_calls(posix, data + timer_at)
+        first = len(calls)
+        calls += [
+            (nr.BRK, 0),
+            (nr.PRCTL, _PR_GET_DUMPABLE),
+            (nr.PRCTL, _PR_GET_CHILD_SUBREAPER, data + word_at),
+            (nr.PRCTL, _PR_GET_THP_DISABLE, 0, 0, 0, 0),
+        ]
+        # asked from inside: prlimit(2) on another's process would need CAP_SYS_RESOURCE
+        calls += [(nr.PRLIMIT64, 0, which, 0, data + limits_at + 16 * which) for which in _RLIMITS]
+        results = injection.run(host, calls)
+        buffer = injection.read(0, 4096)
+        settled = [
+            PosixTimer(
+                t.identifier, t.clock, t.signal, t.notify, t.value, t.tid,
+                buffer[timer_at + i * 32 : timer_at + i * 32 + 32],
+            )
+            for i, t in enumerate(posix)
+        ]
+        asked = {
+            "brk": results[first],
+            "dumpable": results[first + 1],
+            "subreaper": struct.unpack_from("<i", buffer, word_at)[0],
+            "thp": results[first + 3],
+        }
+        limits = tuple(struct.unpack_from("<QQ", buffer, limits_at + 16 * w) for w in _RLIMITS)
+        return (
+            signals.parse(buffer),
+            timers.parse(buffer[itimer_at:timer_at]),
+            settled,
+            asked,
+            limits,
+        )
+
+    def _ask_thread(self, tid: int, injection: Injection) -> tuple[bytes, int, int, int, int]:
+        data = injection.data
+        results = injection.run(
+            tid,
+            [
+                (nr.SIGALTSTACK, 0, data),
+                (nr.PRCTL, _PR_GET_TID_ADDRESS, data + 32),
+                (nr.PRCTL, _PR_GET_PDEATHSIG, data + 40),
+                (nr.PRCTL, _PR_GET_TIMERSLACK),
+                (nr.PRCTL, _PR_GET_SECUREBITS),
+            ],
+        )
+        buffer = injection.read(0, 48)
+        address, pdeathsig = struct.unpack_from("<Qi", buffer, 32)
+        return buffer[:24], address, pdeathsig, results[3], results[4]
+
+    def _thread(
+        self,
+        host: int,
+        tid: int,
+        answers: tuple[bytes, int, int, int, int],
+        process: Process,
+        memory_fd: int,
+        refuse: Callable[[str, str], UnsupportedState],
+    ) -> Thread:
+        altstack, clear_tid, pdeathsig, slack, securebits = answers
+        status = proc.status(host, tid)
+        stat = proc.stat(host, tid)
+        if stat.policy not in (0, 3) or stat.rt_priority:
+            raise refuse("has a real-time or idle scheduling class", "scheduler")
+        registers = ptrace.get_registers(tid)
+        if registers.cs != 0x33:
+            raise refuse("runs 32-bit code", "registers")
+        mask = ptrace.get_sigmask(tid)
+        pending = tuple(ptrace.pending(tid, shared=False))
+        try:
+            fixed, extra = self.waits.restored(
+                tid, registers, memory_fd, self.frozen.began,
+                signals.first_handler(process, mask, pending),
+            )
+        except UnknownCall:
+            raise refuse("is in a call that was restarted before it could be identified",
+                         "system call") from None
+        rseq = ptrace.get_rseq(tid)
+        if rseq.address:
+            abort = _rseq_abort(memory_fd, rseq.address, fixed.rip)
+            if abort:
+                fixed.rip = abort
+        affinity = os.sched_getaffinity(tid)
+        try:
+            who = credentials.capture(status, self.owner, securebits)
+        except credentials.Refused as refused:
+            raise refuse(f"has an {refused}", "credentials") from None
+        return Thread(
+            tid=int(status["NSpid"].split()[-1]),
+            host_tid=tid,
+            registers=fixed,
+            xstate=ptrace.get_xstate(tid),
+            sigmask=mask,
+            pending=pending,
+            altstack=altstack,
+            clear_child_tid=clear_tid,
+            robust_list=get_robust_list(tid),
+            rseq=rseq,
+            comm=os.fsencode(stat.comm),
+            nice=stat.nice,
+            affinity=None if affinity == self.affinity else _cpu_mask(affinity),
+            pdeathsig=pdeathsig,
+            timer_slack=slack,
+            credentials=who,
+            memory=extra,
+        )
+
+    # -- paths ------------------------------------------------------------------------------------
+
+    def _executable(self, host: int, refuse: Callable[[str, str], UnsupportedState]) -> str:
+        path = os.readlink(f"/proc/{host}/exe")
+        self._check_name(path, os.stat(f"/proc/{host}/exe"), "runs", refuse)
+        return path
+
+    def _directory(
+        self, host: int, name: str, refuse: Callable[[str, str], UnsupportedState]
+    ) -> str:
+        path = os.readlink(f"/proc/{host}/{name}")
+        self._check_name(path, os.stat(f"/proc/{host}/{name}"), f"has as its {name}", refuse)
+        return path
+
+    def _root(self, host: int, refuse: Callable[[str, str], UnsupportedState]) -> str:
+        info = os.stat(f"/proc/{host}/root")
+        if (info.st_dev, info.st_ino) == (self.root_info.st_dev, self.root_info.st_ino):
+            return "/"
+        return self._directory(host, "root", refuse)
+
+    def _check_name(
+        self,
+        path: str,
+        info: os.stat_result,
+        verb: str,
+        refuse: Callable[[str, str], UnsupportedState],
+    ) -> None:
+        key = (path, info.st_dev, info.st_ino)
+        if key in self._named:
+            return
+        try:
+            files.check_name(self.live.root, path, info)
+        except files.Refused as refused:
+            raise refuse(f"{verb} {refused}", "file") from None
+        self._named[key] = True
+
+    def _check_files_mapped(
+        self, mappings: list[Vma], refuse: Callable[[str, str], UnsupportedState]
+    ) -> None:
+        """Each mapped file's name must still lead to it: it is mapped again by that name."""
+        for mapping in mappings:
+            if mapping.kind != "file":
+                continue
+            device, inode = mapping.device, mapping.inode
+            key = (mapping.path, device, inode)
+            if key in self._named:
+                continue
+            try:
+                fd = openat2(self.live.root, mapping.path, os.O_PATH)
+            except OSError as error:
+                raise refuse(f"maps {mapping.path}, which can no longer be opened: "
+                             f"{error.strerror}", "mapping") from None
+            info = os.fstat(fd)
+            os.close(fd)
+            if info.st_ino != inode:
+                raise refuse(f"maps an earlier {mapping.path}, which has been replaced since",
+                             "mapping")
+            self._named[key] = True
+
+    # -- descriptors ----------------------------------------------------------------------------
+
+    def _descriptors(
+        self, host: int, refuse: Callable[[str, str], UnsupportedState]
+    ) -> tuple[Descriptor, ...]:
+        out = []
+        base = f"/proc/{host}/fd"
+        for number in sorted(int(name) for name in os.listdir(base)):
+            path = f"{base}/{number}"
+            target = os.readlink(path)
+            facts = _fdinfo(host, number)
+            if "lock" in facts:
+                raise refuse(f"holds a lock on fd {number}, {target}", "lock")
+            flags, position = int(facts["flags"], 8), int(facts["pos"])
+            cloexec = bool(flags & 0o2000000)
+            inode = int(facts.get("ino", "0"))
+            index = self._known(host, number, inode, flags & ~0o2000000, position)
+            if index is None:
+                index = len(self.descriptions)
+                self.descriptions.append(
+                    self._describe(host, number, path, target, flags, position, refuse)
+                )
+                self._seen.setdefault(
+                    (inode, flags & ~0o2000000, position, 0), []
+                ).append((host, number, index))
+            out.append(Descriptor(number, index, cloexec))
+        return tuple(out)
+
+    def _known(
+        self, host: int, number: int, inode: int, flags: int, position: int
+    ) -> int | None:
+        """The description this descriptor shares with one seen before (kcmp(2))."""
+        for other_host, other, index in self._seen.get((inode, flags, position, 0), ()):
+            if not pidfd.kcmp(host, other_host, pidfd.KCMP_FILE, number, other):
+                return index
+        return None
+
+    def _describe(
+        self,
+        host: int,
+        number: int,
+        path: str,
+        target: str,
+        flags: int,
+        position: int,
+        refuse: Callable[[str, str], UnsupportedState],
+    ) -> Description:
+        def what(kind: str) -> UnsupportedState:
+            error = refuse("", kind)
+            error.message = f"fd {number} of pid {error.attributes['pid']} " \
+                            f"({error.attributes['process']}) is {kind}"
+            error.attributes["fd"] = number
+            return error
+
+        kind = files.open_flags(flags)
+        if target.startswith("pipe:["):
+            inode = int(target[6:-1])
+            key = self.externals.get(inode)
+            if key is not None:
+                index = self._pipe(host, number, inode) if kind & 3 == 0 else -1
+                return Description("external", kind, 0, pipe=index, key=key)
+            self._refuse_packets(kind, what)
+            return Description("pipe", kind, 0, pipe=self._pipe(host, number, inode))
+        if target.startswith("socket:["):
+            raise what("a socket")
+        if target.startswith("anon_inode:"):
+            name = target.removeprefix("anon_inode:")
+            raise what(_ANONYMOUS.get(name, f"an anonymous kernel object, {name}"))
+        if target.startswith("/memfd:"):
+            raise what("a memfd")
+        if target.startswith("/dev/pts/") or target.startswith("/dev/ptmx") or target == "/dev/tty":
+            raise what("a terminal")
+        if not target.startswith("/"):
+            raise what(f"a kernel object, {target}")
+        info = os.stat(path)
+        if modes.S_ISFIFO(info.st_mode):
+            try:
+                files.check_name(self.live.root, target, info)
+            except files.Refused as refused:
+                raise what(str(refused)) from None
+            return Description("fifo", kind, 0, target, pipe=self._pipe(host, number, info.st_ino))
+
+        def held() -> int:
+            process = os.pidfd_open(host)
+            try:
+                return pidfd.getfd(process, number)
+            finally:
+                os.close(process)
+
+        try:
+            return files.capture(
+                root=self.live.root, fd_path=path, held=held, target=target, flags=flags,
+                position=position, owner=self.owner,
+            )
+        except files.Refused as refused:
+            raise what(str(refused)) from None
+
+    def _refuse_packets(self, flags: int, what: Callable[[str], UnsupportedState]) -> None:
+        if flags & 0o40000:
+            raise what("a pipe in packet mode")
+
+    def _pipe(self, host: int, number: int, inode: int) -> int:
+        if inode not in self._pipe_index:
+            self._pipe_index[inode] = len(self.pipes)
+            self.pipes.append(pipes.capture(host, number))
+        return self._pipe_index[inode]
+
+    # -- the dead ---------------------------------------------------------------------------------
+
+    def _zombies(self, inside: dict[int, int]) -> list[Process]:
+        """Children that have ended and are not waited for; they are in no group any more."""
+        found = []
+        for host, tids in self.frozen.threads.items():
+            for tid in tids:
+                for child in proc.read(f"/proc/{host}/task/{tid}/children").split():
+                    pid = int(child)
+                    if pid in inside:
+                        continue
+                    stat = proc.stat(pid)
+                    status = proc.status(pid)
+                    if stat.state != "Z":
+                        raise UnsupportedState(
+                            f"a child of pid {inside[host]}, {stat.comm}, is in another group",
+                            pid=inside[host], process=stat.comm, object="process",
+                        )
+                    found.append(
+                        Process(
+                            pid=int(status["NSpid"].split()[-1]),
+                            host_pid=pid,
+                            ppid=inside[host],
+                            pgid=int(status["NSpgid"].split()[-1]),
+                            sid=int(status["NSsid"].split()[-1]),
+                            exit_signal=stat.exit_signal,
+                            comm=os.fsencode(stat.comm),
+                            zombie=stat.exit_code,
+                        )
+                    )
+        return found
+
+
+def _fdinfo(host: int, number: int) -> dict[str, str]:
+    facts = {}
+    for line in proc.read(f"/proc/{host}/fdinfo/{number}").decode().splitlines():
+        key, _, value = line.partition(":")
+        facts[key] = value.strip()
+    return facts
+
+
+def _unless(common: bytes, own: bytes, base: int) -> int | None:
+    return None if own == common else int(own, base)
+
+
+def _cpu_mask(cpus: set[int]) -> bytes:
+    value = sum(1 << cpu for cpu in cpus)
+    return value.to_bytes(max(8, (value.bit_length() + 63) // 64 * 8), "little")
+
+
+def _rseq_abort(memory: int, area: int, rip: int) -> int:
+    """Where to continue when the thread was inside a restartable sequence; 0 when it was not."""
+    section = struct.unpack("<Q", os.pread(memory, 8, area + 8))[0]
+    if not section:
+        return 0
+    _, _, start, length, abort = struct.unpack("<IIQQQ", os.pread(memory, 32, section))
+    return abort if start <= rip < start + length else 0
+

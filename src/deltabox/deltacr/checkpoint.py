@@ -1,0 +1,116 @@
+"""Take a checkpoint: freeze, capture, copy, thaw, compile.
+
+Between freeze and thaw only what needs the tree to stand still is done: the capture, the copy of
+the pages into the template, and the caller's `at_instant` (the file system's snapshot), which runs
+beside the capture.  The program is compiled after the tree runs again.  Whatever fails, the
+tree is thawed as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+from ..errors import CheckpointError, DeltaBoxError
+from ..linux import ptrace
+from . import memory
+from .capture import capture
+from .freeze import Frozen, freeze
+from .interrupted import Waits
+from .live import Live
+from .peer import PeerGone, ProgramFailed
+from .program import compile_program
+from .template import Stats, Template
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def take(
+    live: Live,
+    blank: Template,
+    *,
+    owner: int,
+    network: str,
+    externals: Mapping[int, str],
+    at_instant: Callable[[], T],
+) -> tuple[Template, T]:
+    """Fill `blank` with the tree's state at one instant; it is the checkpoint's template then.
+
+    Raises UnsupportedState when something could not be given back, CheckpointError otherwise; the
+    tree runs on in both cases.
+    """
+    started = time.monotonic()
+    with live.lock:
+        try:
+            with freeze(live) as frozen, _undisturbed(frozen, live.waits):
+                seen = capture(live, frozen, owner=owner, externals=externals, waits=live.waits)
+                stash = memory.plan(seen)
+                _feed(blank, stash)
+                result = at_instant()
+            pause = time.monotonic() - frozen.began
+        except DeltaBoxError:
+            raise
+        except (ProgramFailed, PeerGone) as error:
+            raise CheckpointError(f"the tree could not be captured: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"the tree could not be captured: {error}") from error
+    limits = [_limit(which) for which in range(16)]
+    blank.sealed, blank.pid = compile_program(
+        seen, stash, network=network, limits=limits, nice=os.getpriority(os.PRIO_PROCESS, 0)
+    )
+    blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
+    blank.memory_bytes = stash.bytes + len(blank.sealed.content)
+    blank.stats = Stats(
+        pause_ms=pause * 1e3,
+        total_ms=(time.monotonic() - started) * 1e3,
+        dirty_bytes=stash.bytes,
+        processes=len(seen.processes),
+    )
+    return blank, result
+
+
+def _feed(blank: Template, stash: memory.Stash) -> None:
+    program, checks, fds = memory.feed(stash)
+    try:
+        run = blank.peer.run(program.seal(), 0, fds)
+    finally:
+        for fd in fds.values():
+            os.close(fd)
+    for result, expected in checks:
+        if run.variable(result) != expected:
+            raise CheckpointError("some pages of a process could not be read")
+
+
+@contextlib.contextmanager
+def _undisturbed(frozen: Frozen, waits: Waits) -> Iterator[None]:
+    """Before the thaw, calls that the kernel would end with EINTR are put back."""
+    try:
+        yield
+    finally:
+        for pid, tids in frozen.threads.items():
+            memory_fd = -1
+            try:
+                memory_fd = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+                for tid in tids:
+                    fixed = waits.live(tid, ptrace.get_registers(tid), memory_fd, frozen.began)
+                    if fixed is not None:
+                        ptrace.set_registers(tid, fixed)
+            except ProcessLookupError:
+                log.debug("process %d was killed while it was frozen", pid)
+            finally:
+                if memory_fd >= 0:
+                    os.close(memory_fd)
+        waits.forget_others(set(frozen.tids()))
+
+
+def _limit(which: int) -> tuple[int, int]:
+    soft, hard = resource.getrlimit(which)
+    return soft & ((1 << 64) - 1), hard & ((1 << 64) - 1)
+
+

@@ -1,0 +1,369 @@
+"""The engine: one seed, and for every sandbox tree a user namespace, a group and blank templates.
+
+    seed --fork--> template --clone(VM)--> door --clone(VM, new namespaces)--> PID 1 --clone--> tree
+
+The *seed* is the interpreter freshly executed, with nothing of libc in its memory.  A *template*
+is a fork of it that will hold one checkpoint's memory; it stays in the initial user namespace, so
+that it can read the memory of any captured process.  Its *door* shares that memory but lives in
+the sandbox tree's user namespace (and, where version 1 control groups rule, in the tree's groups);
+whatever it clones is born inside.  Blank templates with their doors are made ahead of need,
+because joining a version 1 group takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import DeltaBoxError, HostUnsupported, RollbackError
+from ..linux import cgroup, pidfd
+from ..linux.cgroup import remove as remove_cgroup
+from . import boot, checkpoint
+from .live import Exit as Exit
+from .live import Live
+from .peer import Peer, PeerGone, ProgramFailed, pair
+from .records import Program, Sealed, Var
+from .template import Template
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+__all__ = ["Engine", "Exit", "Live", "Template", "Tree", "remove_cgroup"]
+
+_INTERPRETER = Path(__file__).with_name("_interpreter")
+_BLANKS = 3
+
+
+class Engine:
+    """One per keeper; made in the keeper's main thread, whose end would end the seed."""
+
+    def __init__(self, *, directory: Path) -> None:
+        self.on_made: Callable[[str, str], None] = lambda kind, value: None
+        self.on_gone: Callable[[str, str], None] = lambda kind, value: None
+        if not _INTERPRETER.exists():
+            raise HostUnsupported(f"{_INTERPRETER} is missing: the package was not built")
+        root = cgroup.hierarchies().get("2")
+        if root is None:
+            raise HostUnsupported("control groups version 2 are not mounted")
+        self.name = f"deltabox-{os.getpid()}"
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:  # PID 1 opens everything that a tree has open, before it clones it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        mine, theirs = pair()
+        mountpoint = directory / "seed"
+        mountpoint.mkdir(parents=True, exist_ok=True)
+        # posix_spawn, not fork: the keeper has threads. Everything but number 3 is close-on-exec.
+        seed = os.posix_spawn(
+            _INTERPRETER, ["deltabox"], {}, file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)]
+        )
+        self._task = os.pidfd_open(seed)
+        theirs.close()
+        self.seed = Peer(mine)
+        try:
+            self.seed.run(boot.seed_program(str(mountpoint)).seal(), 0)
+        except (ProgramFailed, PeerGone) as error:
+            _end_task(self._task)
+            raise HostUnsupported(f"the engine's seed could not be set up: {error}") from error
+        self.group = root / self.name
+        cgroup.make(self.group, controllers=True)
+
+    def open_tree(
+        self,
+        name: str,
+        *,
+        first_uid: int,
+        memory_limit: int | None,
+        pids_limit: int | None,
+        network: str,
+    ) -> Tree:
+        """A user namespace and groups for one sandbox tree; `first_uid` maps to uid 0 inside."""
+        return Tree(self, name, first_uid, memory_limit, pids_limit, network)
+
+    def close(self) -> None:
+        self.seed.close()
+        _end_task(self._task)
+        with contextlib.suppress(FileNotFoundError):
+            cgroup.remove(self.group)
+
+
+class Tree:
+    """All process trees that share history."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        first_uid: int,
+        memory_limit: int | None,
+        pids_limit: int | None,
+        network: str,
+    ) -> None:
+        self.engine = engine
+        self.name = name
+        self.owner = first_uid
+        self.network = network
+        self.memory_limit = memory_limit
+        self.pids_limit = pids_limit
+        self._lives: set[Live] = set()
+        self._filled: weakref.WeakSet[Template] = weakref.WeakSet()
+        self._blanks: deque[Template] = deque()
+        self._lock = threading.Lock()
+        self._refill_lock = threading.Lock()
+        self._closed = False
+        self.group = engine.group / name
+        self.userns = self._make_user_namespace()
+        self._legacy: list[Path] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self.userns)
+            undo.callback(self._remove_groups)
+            self._made(self.group)
+            cgroup.make(self.group, controllers=True)
+            # The door clones into groups of this tree, so the tree's root must own the two files
+            # the kernel checks (cgroups(7), delegation): the target's and the common ancestor's.
+            os.chown(self.group / "cgroup.procs", self.owner, self.owner)
+            self._templates_group = self.group / "templates"
+            cgroup.make(self._templates_group, controllers=False)
+            for controller in ("memory", "pids"):
+                self._join_legacy(controller)
+            undo.pop_all()
+        self._first = self._blank()
+
+    # -- making ---------------------------------------------------------------------------------
+
+    def boot(self, *, box: str, root_mount: int, hostname: str) -> Live:
+        """A fresh tree with only PID 1. Raises RollbackError when it cannot be made."""
+        world = boot.World(hostname.encode(), network=self.network)
+        program = Program(*boot.FIRST_INPUTS)
+        init = program.sequence("PID 1")
+        pid = boot.first_process(program, init, world)
+        boot.settle(program, init, world)
+        boot.answer_ready(program, init)
+        boot.serve_for_ever(program, init)
+        try:
+            return self._start(self._first, program.seal(), pid, box, root_mount, {})
+        except (ProgramFailed, PeerGone, OSError) as error:
+            raise DeltaBoxError(f"the sandbox's first process could not start: {error}") from error
+
+    def restore(
+        self, template: Template, *, box: str, root_mount: int, externals: Mapping[str, int]
+    ) -> Live:
+        """The checkpoint's tree, built and waiting at its barrier; `Live.release` lets it run."""
+        if template.sealed is None or template.pid is None:
+            raise RollbackError("the checkpoint holds no process state")
+        try:
+            live = self._start(
+                template, template.sealed, template.pid, box, root_mount, externals
+            )
+        except (ProgramFailed, PeerGone, OSError) as error:
+            raise RollbackError(f"the tree could not be rebuilt: {error}") from error
+        return live
+
+    def checkpoint(
+        self, live: Live, *, externals: Mapping[int, str], at_instant: Callable[[], T]
+    ) -> tuple[Template, T]:
+        """Capture a tree into a fresh template; see `checkpoint.take`."""
+        blank = self._take_blank()
+        self._filled.add(blank)
+        try:
+            return checkpoint.take(
+                live, blank, owner=self.owner, network=self.network,
+                externals=externals, at_instant=at_instant,
+            )
+        except BaseException:
+            blank.close()
+            raise
+        finally:
+            self._refill()
+
+    def close(self) -> None:
+        """End what is left of the tree."""
+        with self._lock:
+            self._closed = True
+            blanks, self._blanks = list(self._blanks), deque()
+            lives = list(self._lives)
+        for live in lives:
+            live.end()
+        with self._refill_lock:
+            blanks += list(self._blanks)
+            self._blanks.clear()
+        for template in [*blanks, self._first, *self._filled]:
+            template.close()
+        os.close(self.userns)
+        self._remove_groups()
+
+    # -- inner --------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        template: Template,
+        sealed: Sealed,
+        pid: Var,
+        box: str,
+        root_mount: int,
+        externals: Mapping[str, int],
+    ) -> Live:
+        """Run a program on a template's door; undone completely when anything in it fails."""
+        group = self.group / box
+        with contextlib.ExitStack() as undo:
+            self.engine.on_made("cgroup", str(group))
+            undo.callback(self.engine.on_gone, "cgroup", str(group))
+            group.mkdir()
+            undo.callback(cgroup.remove, group)
+            os.chown(group / "cgroup.procs", self.owner, self.owner)
+            cgroup.set_limits(group, memory=self.memory_limit, pids=self.pids_limit, version=2)
+            group_fd = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, group_fd)
+            keep = undo.enter_context(contextlib.ExitStack())
+            requests, inner_requests = pair()
+            keep.callback(requests.close)
+            reports, inner_reports = pair()
+            keep.callback(reports.close)
+            slot = template.take_slot()
+            keep.callback(template.give_slot, slot)
+            fds = dict(externals)
+            fds |= {
+                "cgroup": group_fd,
+                "root": root_mount,
+                "requests": inner_requests.fileno(),
+                "reports": inner_reports.fileno(),
+            }
+            try:
+                run = template.door.run(sealed, slot, fds)
+            finally:
+                inner_requests.close()
+                inner_reports.close()
+            init = run.variable(pid)
+            live = Live(init=init, group=group, requests=requests, reports=reports, slot=slot)
+            try:
+                live.peer.answer(run)
+                live.attach()
+            except BaseException:
+                live.end()
+                raise
+            live.on_end = lambda: self._ended(live, template, slot)
+            keep.pop_all()
+            undo.pop_all()
+            os.close(group_fd)
+        with self._lock:
+            self._lives.add(live)
+        return live
+
+    def _ended(self, live: Live, template: Template, slot: int) -> None:
+        self.engine.on_gone("cgroup", str(live.group))
+        template.give_slot(slot)
+        with self._lock:
+            self._lives.discard(live)
+
+    def _blank(self) -> Template:
+        """A template that holds nothing yet, with its door."""
+        with contextlib.ExitStack() as undo:
+            cgroup_fd = os.open(self._templates_group, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                mine, theirs = pair()
+                undo.callback(mine.close)
+                program = boot.template_program()
+                with theirs:
+                    run = self.engine.seed.run(
+                        program.seal(), 0, {"sock": theirs.fileno(), "cgroup": cgroup_fd}
+                    )
+                template_pid = run.variable(program.result)
+            finally:
+                os.close(cgroup_fd)
+            peer = Peer(mine)
+            template_fd = os.pidfd_open(template_pid)
+            undo.callback(_end_task, template_fd)
+            door_mine, door_theirs = pair()
+            undo.callback(door_mine.close)
+            program = boot.door_program()
+            with door_theirs:
+                run = peer.run(
+                    program.seal(), 0, {"sock": door_theirs.fileno(), "userns": self.userns}
+                )
+            door_pid = run.variable(program.result)
+            door_fd = os.pidfd_open(door_pid)
+            undo.callback(_end_task, door_fd)
+            for group in self._legacy:
+                (group / "cgroup.procs").write_text(str(door_pid))
+            undo.pop_all()
+        return Template(peer, Peer(door_mine), template_fd, door_fd, template_pid)
+
+    def _take_blank(self) -> Template:
+        with self._lock:
+            if self._blanks:
+                return self._blanks.popleft()
+        return self._blank()
+
+    def _refill(self) -> None:
+        """Make blanks in the background, one thread at a time."""
+
+        def work() -> None:
+            with self._refill_lock:
+                while not self._closed and len(self._blanks) < _BLANKS:
+                    try:
+                        blank = self._blank()
+                    except (OSError, ProgramFailed, PeerGone) as error:
+                        log.warning("no spare template could be made: %s", error)
+                        return
+                    with self._lock:
+                        self._blanks.append(blank)
+
+        if len(self._blanks) < _BLANKS and not self._refill_lock.locked():
+            threading.Thread(target=work, name=f"blanks {self.name}", daemon=True).start()
+
+    def _make_user_namespace(self) -> int:
+        program = boot.user_namespace_program(self.owner)
+        run = self.engine.seed.run(program.seal(), 0)
+        pid = run.variable(program.result)
+        task = os.pidfd_open(pid)
+        try:
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{pid}/{name}").write_text(f"0 {self.owner} 65536")
+            return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            _end_task(task)
+
+    def _join_legacy(self, controller: str) -> None:
+        """Limits through version 1, for the whole tree, where version 2 lacks the controller."""
+        root = cgroup.hierarchies().get(controller)
+        if root is None or cgroup.in_version_2(controller):
+            return
+        group = root / self.engine.name / self.name
+        self._made(group.parent)
+        self._made(group)
+        group.mkdir(parents=True, exist_ok=True)
+        cgroup.set_limits(
+            group,
+            memory=self.memory_limit if controller == "memory" else None,
+            pids=self.pids_limit if controller == "pids" else None,
+            version=1,
+        )
+        self._legacy.append(group)
+
+    def _made(self, group: Path) -> None:
+        self.engine.on_made("cgroup", str(group))
+
+    def _remove_groups(self) -> None:
+        for group in [*self._legacy, self.group]:
+            with contextlib.suppress(FileNotFoundError):
+                cgroup.remove(group)
+            self.engine.on_gone("cgroup", str(group))
+        for group in self._legacy:
+            # the engine's own group in that hierarchy goes with its last tree
+            with contextlib.suppress(OSError):
+                group.parent.rmdir()
+
+
+def _end_task(task: int) -> None:
+    """Kill and collect one of our own children by its pidfd, and close that."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd.send_signal(task, 9)
+    pidfd.reap(task)
+    os.close(task)

@@ -1,0 +1,193 @@
+"""Stop a whole tree, and let it go again as if nothing had happened.
+
+Every thread is seized and interrupted; passes over the group go on until one finds nobody new,
+which is an end because stopped tasks create none.  The threads stay stopped inside the kernel's
+signal path, so a call that was interrupted there is restarted by the kernel when we detach.  The
+few calls that the kernel does not restart are put right by `interrupted.py`.
+
+A parent in vfork(2) cannot be stopped until its child has called exec; when a thread does not
+stop, all are let go and the freeze is tried again a moment later.
+
+Rejected: the cgroup freezer alone (no registers), and staying seized between checkpoints (it
+forbids gdb and strace inside and costs every signal a round trip).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..errors import CheckpointError
+from ..linux import proc, ptrace
+from .live import Live
+
+log = logging.getLogger(__name__)
+
+_PATIENCE = 0.03  # seconds a thread may take to stop before all are let go for a moment
+_LIMIT = 5.0
+
+
+@dataclass
+class Frozen:
+    """Host ids of everything that is stopped, leaders first."""
+
+    threads: dict[int, list[int]] = field(default_factory=dict)
+    stops: dict[int, int] = field(default_factory=dict)  # tid -> signal of its group stop, or 0
+    began: float = 0.0
+
+    def tids(self) -> list[int]:
+        return [tid for tids in self.threads.values() for tid in tids]
+
+
+class _Unstoppable(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def freeze(live: Live) -> Iterator[Frozen]:
+    """Everything but PID 1 is stopped inside the `with`. The caller's thread is the tracer."""
+    deadline = time.monotonic() + _LIMIT
+    while True:
+        frozen = Frozen(began=time.monotonic())
+        try:
+            _stop_all(live, frozen)
+            break
+        except _Unstoppable as error:
+            _thaw(frozen)
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{error} did not stop within {_LIMIT:.0f} s") from None
+            time.sleep(0.001)
+        except BaseException:
+            _thaw(frozen)
+            raise
+    try:
+        yield frozen
+    finally:
+        _thaw(frozen)
+
+
+def _stop_all(live: Live, frozen: Frozen) -> None:
+    known: set[int] = set()
+    while True:
+        fresh: list[tuple[int, int]] = []
+        for pid in live.host_pids():
+            try:
+                tids = proc.threads(pid)
+            except FileNotFoundError:
+                continue
+            for tid in tids:
+                if tid in known:
+                    continue
+                known.add(tid)
+                if _seize(tid):
+                    frozen.threads.setdefault(pid, []).append(tid)
+                    frozen.stops[tid] = 0
+                    fresh.append((pid, tid))
+        if not fresh:
+            return
+        waiting = {tid: pid for pid, tid in fresh}
+        until = time.monotonic() + _PATIENCE
+        pause = 0.0
+        while waiting:
+            for tid in list(waiting):
+                if _stopped(frozen, tid):
+                    del waiting[tid]
+            if waiting:
+                if time.monotonic() > until:
+                    tid, pid = next(iter(waiting.items()))
+                    raise _Unstoppable(f"thread {tid} of host process {pid}")
+                time.sleep(pause)
+                pause = min(pause + 0.00002, 0.0005)
+        for pid in [pid for pid, tids in frozen.threads.items() if not tids]:
+            del frozen.threads[pid]
+
+
+def _seize(tid: int) -> bool:
+    try:
+        ptrace.seize(tid, ptrace.O_TRACESYSGOOD)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state = proc.stat(tid)
+            if state.state in "ZX":
+                return False
+            tracer = proc.status(tid).get("TracerPid", "0")
+            if tracer != "0":
+                raise CheckpointError(
+                    f"{state.comm} is being traced by another program (a debugger or strace)"
+                ) from None
+            raise
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        ptrace.interrupt(tid)
+    return True
+
+
+def _stopped(frozen: Frozen, tid: int) -> bool:
+    """Look once; True when the thread is where we want it, or gone."""
+    try:
+        status = ptrace.wait(tid, block=False)
+    except ChildProcessError:
+        _forget(frozen, tid)
+        return True
+    if status is None:
+        return False
+    if not os.WIFSTOPPED(status):
+        _forget(frozen, tid)
+        return True
+    signum = ptrace.stop_signal(status)
+    if ptrace.is_event_stop(status):
+        frozen.stops[tid] = 0 if signum == 5 else signum
+        return True
+    # It was stopping for a signal of its own: hand that over, and stop right after it.
+    event = status >> 16
+    with contextlib.suppress(ProcessLookupError):
+        ptrace.interrupt(tid)
+        ptrace.resume(tid, 0 if event else signum)
+    return False
+
+
+def _forget(frozen: Frozen, tid: int) -> None:
+    frozen.stops.pop(tid, None)
+    for tids in frozen.threads.values():
+        if tid in tids:
+            tids.remove(tid)
+
+
+def _thaw(frozen: Frozen) -> None:
+    for tid in frozen.tids():
+        try:
+            ptrace.detach(tid)
+        except OSError as error:
+            if error.errno != errno.ESRCH:
+                raise
+            # not stopped yet (a freeze given up half-way) or killed meanwhile
+            _detach_running(tid)
+
+
+def _detach_running(tid: int) -> None:
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        try:
+            status = ptrace.wait(tid, block=False)
+        except ChildProcessError:
+            return
+        if status is None:
+            # A thread in vfork stops only later. Detaching needs a stop, so wait for it a while;
+            # its child has been let go by now.
+            time.sleep(0.0002)
+            continue
+        if not os.WIFSTOPPED(status):
+            return
+        signum = ptrace.stop_signal(status)
+        plain = not status >> 16
+        with contextlib.suppress(ProcessLookupError):
+            ptrace.detach_with(tid, signum if plain else 0)
+        return
+    log.warning("host thread %d could not be detached", tid)

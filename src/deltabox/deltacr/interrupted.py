@@ -1,0 +1,275 @@
+"""Blocked calls: none may end early because we looked, and none may wait too long.
+
+A stop interrupts the call a thread is blocked in.  Most calls answer with one of the kernel's
+private restart codes, and the kernel restarts them by itself when the *live* thread goes on.  Two
+things remain to be done here.
+
+*Live*: some calls (epoll_wait, rt_sigtimedwait, semtimedop, ...; signal(7), "Interruption of system
+calls by stop signals") answer -EINTR instead.  They are rewound to their own `syscall`
+instruction, with what is left of their timeout.
+
+*Restored*: a rebuilt thread has no kernel state to restart from, so every code is turned into a
+rewind, and calls with a relative timeout get what is left of it.
+
+What is left is exact where the kernel has told (nanosleep with a remainder, select, ppoll).
+Otherwise it is our own clock's word, counted from the first freeze that met the call: the call may
+end late by at most the time it had been waiting before that freeze, never early.  A call met again
+is recognized by the timeout argument we gave it, which no other call of the program would have.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+from ..linux import proc
+from ..linux.ptrace import Registers
+
+EINTR = 4
+ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND, ERESTART_RESTARTBLOCK = 512, 513, 514, 516
+RESTART_SYSCALL = 219
+_SA_RESTART = 0x10000000
+
+_POLL, _NANOSLEEP, _CLOCK_NANOSLEEP, _FUTEX = 7, 35, 230, 202
+_FUTEX_WAIT = 0
+
+# number -> (register with the timeout, its form)
+_EINTR_CALLS: dict[int, tuple[str, str] | None] = {
+    232: ("r10", "ms"),  # epoll_wait
+    281: ("r10", "ms"),  # epoll_pwait
+    441: ("r10", "timespec"),  # epoll_pwait2
+    128: ("rdx", "timespec"),  # rt_sigtimedwait
+    65: None,  # semop
+    220: ("r10", "timespec"),  # semtimedop
+    208: ("r8", "timespec"),  # io_getevents
+    333: ("r8", "timespec"),  # io_pgetevents
+    # sockets with SO_RCVTIMEO or SO_SNDTIMEO: the timeout is the socket's own
+    42: None,
+    43: None,
+    44: None,
+    45: None,
+    46: None,
+    47: None,
+    288: None,
+    299: None,
+    307: None,
+}
+_BLOCK_CALLS: dict[int, tuple[str, str]] = {
+    _POLL: ("rdx", "ms"),
+    _NANOSLEEP: ("rdi", "timespec"),
+    _CLOCK_NANOSLEEP: ("rdx", "timespec"),
+    _FUTEX: ("r10", "timespec"),
+}
+
+
+class UnknownCall(Exception):
+    """A restarted call whose number cannot be told any more."""
+
+
+@dataclass
+class _Wait:
+    number: int
+    deadline: float
+    signature: tuple[int, ...]
+
+
+class Waits:
+    """The blocked calls of one tree with their deadlines, across freezes."""
+
+    def __init__(self) -> None:
+        self._waits: dict[int, _Wait] = {}
+
+    def forget_others(self, tids: set[int]) -> None:
+        for tid in self._waits.keys() - tids:
+            del self._waits[tid]
+
+    def live(self, tid: int, registers: Registers, memory: int, now: float) -> Registers | None:
+        """Registers to give a live thread before it goes on; None to leave it alone.
+
+        `memory` is /proc/PID/mem; `now` the monotonic time of the freeze.
+        """
+        number, result = _signed(registers.orig_rax), _signed(registers.rax)
+        if result == -ERESTART_RESTARTBLOCK and number in _BLOCK_CALLS:
+            # the kernel restarts it; remember when it was met, for a later restore
+            self._meet(tid, number, registers, memory, now)
+            return None
+        if number not in _EINTR_CALLS or result != -EINTR or deliverable(tid):
+            return None
+        fixed = _rewound(registers, number)
+        for address, content in self._shorten(tid, number, fixed, memory, now):
+            os.pwrite(memory, content, address)
+        return fixed
+
+    def restored(
+        self,
+        tid: int,
+        registers: Registers,
+        memory: int,
+        now: float,
+        handler_flags: int | None,
+    ) -> tuple[Registers, tuple[tuple[int, bytes], ...]]:
+        """Registers and memory for a rebuilt thread.
+
+        `handler_flags` are the sa_flags of the handler that a pending signal will run first.
+        """
+        number, result = _signed(registers.orig_rax), _signed(registers.rax)
+        if number < 0 or result not in (
+            -ERESTARTSYS,
+            -ERESTARTNOINTR,
+            -ERESTARTNOHAND,
+            -ERESTART_RESTARTBLOCK,
+            -EINTR,
+        ):
+            return _plain(registers), ()
+        handled = handler_flags is not None
+        if result == -EINTR and (number not in _EINTR_CALLS or handled):
+            return _plain(registers), ()
+        interrupted = handled and (
+            result in (-ERESTARTNOHAND, -ERESTART_RESTARTBLOCK)
+            or (result == -ERESTARTSYS and not (handler_flags or 0) & _SA_RESTART)
+        )
+        if interrupted:
+            fixed = _plain(registers)
+            fixed.rax = -EINTR
+            return fixed, ()
+        if number == RESTART_SYSCALL or result == -ERESTART_RESTARTBLOCK:
+            number = self._meet(tid, number, registers, memory, now).number
+            fixed = _rewound(registers, number)
+            return fixed, tuple(self._shorten(tid, number, fixed, memory, now))
+        fixed = _rewound(registers, number)
+        if result == -EINTR:
+            return fixed, tuple(self._shorten(tid, number, fixed, memory, now))
+        return fixed, ()
+
+    # -- deadlines ------------------------------------------------------------------------------
+
+    def _meet(
+        self, tid: int, number: int, registers: Registers, memory: int, now: float
+    ) -> _Wait:
+        """The record of a call that the kernel itself restarts."""
+        known = self._waits.get(tid)
+        signature = _signature(registers)
+        if number == RESTART_SYSCALL:
+            if known is not None and known.signature == signature:
+                return known
+            number = _number_before(registers, memory)
+        wait = _Wait(number, now + _requested(number, registers, memory), signature)
+        self._waits[tid] = wait
+        return wait
+
+    def _shorten(
+        self, tid: int, number: int, fixed: Registers, memory: int, now: float
+    ) -> list[tuple[int, bytes]]:
+        """Put what is left of the timeout into the call; memory to write for that."""
+        where = _EINTR_CALLS.get(number) or _BLOCK_CALLS.get(number)
+        if where is None:
+            return []
+        register, form = where
+        value = getattr(fixed, register)
+        if number == _FUTEX and fixed.rsi & 0x7F != _FUTEX_WAIT:
+            return []  # absolute
+        if (form == "ms" and _signed32(value) < 0) or (form == "timespec" and value == 0):
+            return []
+        exact = _remainder(number, fixed, memory)
+        known = self._waits.get(tid)
+        signature = _signature(fixed)
+        if exact is not None:
+            left = exact
+        elif known is not None and known.number == number and known.signature == signature:
+            left = max(0.0, known.deadline - now)
+        else:
+            left = _requested(number, fixed, memory)
+        out: list[tuple[int, bytes]] = []
+        if form == "ms":
+            setattr(fixed, register, int(left * 1000 + 0.999))
+        else:
+            # below the red zone nothing of the program's is kept (System V ABI, x86-64)
+            address = (fixed.rsp - 256) & ~15
+            seconds = int(left)
+            out = [(address, struct.pack("<qq", seconds, int((left - seconds) * 1e9)))]
+            setattr(fixed, register, address)
+        self._waits[tid] = _Wait(number, now + left, _signature(fixed))
+        return out
+
+
+def deliverable(tid: int) -> bool:
+    """True when a signal with a handler is pending and not blocked: its EINTR is the real one."""
+    status = proc.status(tid)
+    pending = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
+    return bool(pending & ~int(status["SigBlk"], 16) & int(status["SigCgt"], 16))
+
+
+def _requested(number: int, registers: Registers, memory: int) -> float:
+    """Seconds the call asked for; a year when it asked for no end or an absolute one."""
+    where = _EINTR_CALLS.get(number) or _BLOCK_CALLS.get(number)
+    year = 31536000.0
+    if where is None or (number == _FUTEX and registers.rsi & 0x7F != _FUTEX_WAIT):
+        return year
+    value = getattr(registers, where[0])
+    if where[1] == "ms":
+        return _signed32(value) / 1000 if _signed32(value) >= 0 else year
+    if value == 0:
+        return year
+    exact = _remainder(number, registers, memory)
+    if exact is not None:
+        return exact
+    return _timespec(memory, value)
+
+
+def _remainder(number: int, registers: Registers, memory: int) -> float | None:
+    """What the kernel has written back as remaining, where the caller asked for it."""
+    if number == _NANOSLEEP and registers.rsi:
+        return _timespec(memory, registers.rsi)
+    if number == _CLOCK_NANOSLEEP and registers.r10:
+        return _timespec(memory, registers.r10)
+    return None
+
+
+def _timespec(memory: int, address: int) -> float:
+    data = os.pread(memory, 16, address)
+    seconds, nanoseconds = struct.unpack("<qq", data)
+    return float(seconds) + float(nanoseconds) / 1e9
+
+
+def _number_before(registers: Registers, memory: int) -> int:
+    """The number of a call that was restarted before we first saw it: `mov $number, %eax`."""
+    code = os.pread(memory, 7, registers.rip - 7)
+    if code[0] == 0xB8 and code[5:] == b"\x0f\x05":
+        number: int = struct.unpack_from("<I", code, 1)[0]
+        if number in _BLOCK_CALLS:
+            return number
+    raise UnknownCall
+
+
+def _signature(registers: Registers) -> tuple[int, ...]:
+    r = registers
+    return (r.rsp, r.rdi, r.rsi, r.rdx, r.r10)
+
+
+def _rewound(registers: Registers, number: int) -> Registers:
+    fixed = _plain(registers)
+    fixed.rax = number
+    fixed.rip -= 2  # the length of `syscall`
+    return fixed
+
+
+def _plain(registers: Registers) -> Registers:
+    fixed = registers.copy()
+    fixed.orig_rax = -1
+    return fixed
+
+
+def _signed(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _signed32(value: int) -> int:
+    value &= (1 << 32) - 1
+    return value - (1 << 32) if value >> 31 else value
+
+
+def now() -> float:
+    return time.monotonic()

@@ -1,0 +1,342 @@
+"""A running process tree: PID 1, the group it lives in, and what can be asked of it.
+
+PID 1 is the interpreter, so asking means sending it a small program: to spawn a command (vfork and
+execve by records) or to signal one.  It reaps on its own and reports every end over a second
+socket, `reports`.  A request is answered only after all earlier ends were reported, which makes
+any request a barrier for reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..linux import cgroup, pidfd
+from ..linux import namespace as ns
+from ..linux import numbers as nr
+from ..linux.proc import (
+    ProcessInfo,
+    inside_pids,
+    mount_count,
+    network_state,
+    process_info,
+)
+from .boot import SIGCHLD
+from .interrupted import Waits
+from .peer import Peer, PeerGone, ProgramFailed
+from .records import Program, Ref, Sealed, Var
+
+_SPAWN_SLOT = 512  # programs of a PID 1 are mapped this many slots above its own control memory
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of a child of PID 1: its pid inside, and its wait status (wait(2))."""
+
+    pid: int
+    status: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The state of a tree's namespaces."""
+
+    last_pid: int
+    hostname: bytes
+    domainname: bytes
+    ipc: dict[str, int]  # kind of System V object -> how many there are
+
+
+class Live:
+    """One process tree with its namespaces. Made by `Tree.boot` and `Tree.restore`."""
+
+    def __init__(
+        self, *, init: int, group: Path, requests: socket.socket, reports: socket.socket, slot: int
+    ) -> None:
+        self.init = init
+        self.pidfd = os.pidfd_open(init)
+        self.group = group
+        self.peer = Peer(requests)
+        self.reports = reports
+        self.slot = slot
+        self.root = -1
+        self.lock = threading.RLock()  # held by spawn and by a freeze: no child is half made
+        self.mounts = 0
+        self.network_state = b""
+        self.waits = Waits()
+        self.on_end: Callable[[], None] = lambda: None
+        self._ended = False
+        self._end_lock = threading.Lock()
+        reports.setblocking(False)
+
+    def attach(self) -> None:
+        """Open what needs the mounts to be in place."""
+        self.root = os.open(f"/proc/{self.init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.mounts = mount_count(self.init)
+        self.network_state = network_state(self.init)
+
+    # -- children ---------------------------------------------------------------------------
+
+    def spawn(
+        self,
+        *,
+        argv: Sequence[bytes],
+        env: Sequence[bytes],
+        cwd: bytes,
+        uid: int,
+        gid: int,
+        groups: Sequence[int],
+        stdio: Mapping[int, int],
+    ) -> int:
+        """Start a command as a child of PID 1, leader of its own session; its pid inside.
+
+        `stdio` maps file descriptor numbers inside to descriptors of this process. A name without
+        a slash is looked up in the PATH of `env`, inside. Raises the OSError of chdir or execve.
+        """
+        names = [f"fd{number}" for number in stdio]
+        program = Program(*names)
+        body = program.sequence("spawn")
+        arguments = program.clone_args(
+            flags=ns.CLONE_VM | ns.CLONE_VFORK | ns.CLONE_CLEAR_SIGHAND,
+            exit_signal=SIGCHLD,
+            stack=program.stack(8192),
+            stack_size=8192,
+        )
+        pid = program.variable()
+        program.root.clone(arguments, body, save=pid)
+        body.call(nr.SETSID)
+        high = max(stdio, default=0) + 300
+        for index, name in enumerate(names):
+            body.call(nr.DUP3, program.inputs[name], high + index, 0o2000000)
+        for index, number in enumerate(stdio):
+            body.call(nr.DUP3, high + index, number, 0)
+        for low, top in _gaps(sorted(stdio)):
+            body.call(nr.CLOSE_RANGE, low, top, 0)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        for kind, soft, ceiling in (
+            (resource.RLIMIT_NOFILE, min(1024, hard), hard),
+            (resource.RLIMIT_CORE, 0, 0),
+        ):
+            limit = program.data(struct.pack("<QQ", soft, ceiling))
+            body.call(nr.PRLIMIT64, 0, kind, limit, 0)
+        body.call(nr.UMASK, 0o022)
+        if groups:
+            packed = program.data(struct.pack(f"<{len(groups)}I", *groups))
+            body.call(nr.SETGROUPS, len(groups), packed, what="setgroups")
+        else:
+            body.call(nr.SETGROUPS, 0, 0)
+        body.call(nr.SETRESGID, gid, gid, gid, what=f"setgid({gid})")
+        body.call(nr.SETRESUID, uid, uid, uid, what=f"setuid({uid})")
+        body.call(nr.CHDIR, program.text(cwd), what="chdir")
+        body.call(nr.RT_SIGPROCMASK, 2, program.data(bytes(8)), 0, 8)
+        candidates = _candidates(argv[0], env)
+        argument_vector, environment = program.vector(argv), program.vector(env)
+        results: list[Var] = []
+        for position, candidate in enumerate(candidates):
+            result = program.variable()
+            results.append(result)
+            body.call(
+                nr.EXECVE,
+                program.text(candidate),
+                argument_vector,
+                environment,
+                save=result,
+                may_fail=position < len(candidates) - 1,
+                what="execve",
+            )
+        with self.lock:
+            run = None
+            try:
+                with self.peer.lock:
+                    run = self.peer.send(
+                        program.seal(),
+                        self.slot + _SPAWN_SLOT,
+                        dict(zip(names, stdio.values(), strict=True)),
+                    )
+                    self.peer.answer(run)
+                return run.variable(pid)
+            except ProgramFailed as failure:
+                if run is None:
+                    raise OSError(failure.errno, "too many descriptors") from None
+                code = failure.errno
+                if "execve" in failure.where:
+                    if any(run.variable(result) == -errno.EACCES for result in results):
+                        code = errno.EACCES
+                    raise OSError(code, os.strerror(code), os.fsdecode(argv[0])) from None
+                if "chdir" in failure.where:
+                    raise OSError(code, os.strerror(code), os.fsdecode(cwd)) from None
+                raise OSError(code, f"{os.strerror(code)} ({failure.where})") from None
+
+    def kill(self, pid: int, sig: int) -> None:
+        """Signal one process by its pid inside. ProcessLookupError if there is none."""
+        self._signal([(pid, sig)], strict=True)
+
+    def kill_tree(self, pid: int) -> None:
+        """SIGKILL for a process, its session, its group and every descendant, until none is left."""
+        doomed: set[int] = {pid}
+        while True:
+            found = [p for p in self.processes() if p.state not in "ZX"]
+            grown = True
+            while grown:
+                more = {
+                    p.pid
+                    for p in found
+                    if p.pid in doomed or p.ppid in doomed or p.sid == pid or p.pgid == pid
+                }
+                grown = not more <= doomed
+                doomed |= more
+            alive = [p.pid for p in found if p.pid in doomed and p.pid != 1]
+            if not alive:
+                return
+            self._signal([(victim, 9) for victim in alive], strict=False)
+
+    def _signal(self, targets: Sequence[tuple[int, int]], *, strict: bool) -> None:
+        program = Program()
+        for pid, sig in targets:
+            program.root.call(nr.KILL, pid, sig, may_fail=not strict)
+        try:
+            with self.lock:
+                self.peer.run(program.seal(), self.slot + _SPAWN_SLOT)
+        except ProgramFailed as failure:
+            raise OSError(failure.errno, os.strerror(failure.errno)) from None
+
+    def survey(self) -> Survey:
+        """What only a member of the namespaces can see; PID 1 looks.
+
+        Once it has answered, every child that had ended by then has been reported.
+        """
+        with self.lock:
+            run = self.peer.run(_SURVEY, self.slot + _SPAWN_SLOT)
+
+        def text(name: str) -> bytes:
+            at = _BUFFERS[name].offset
+            return bytes(run.memory[at : at + _BUFFER]).rstrip(b"\0")
+
+        uname = run.memory[_BUFFERS["uname"].offset :][:390]
+        fields = [uname[i * 65 : (i + 1) * 65].split(b"\0")[0] for i in range(6)]
+        return Survey(
+            last_pid=int(text(_LAST_PID)),
+            hostname=fields[1],
+            domainname=fields[5],
+            ipc={name: max(0, text(path).count(b"\n") - 1) for name, path in _IPC.items()},
+        )
+
+    def read_exits(self) -> list[Exit]:
+        """Ends reported so far; EOFError when PID 1 itself has died."""
+        exits: list[Exit] = []
+        while True:
+            try:
+                data = self.reports.recv(8)
+            except BlockingIOError:
+                return exits
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                if exits:
+                    return exits
+                raise EOFError("PID 1 of the sandbox has died")
+            pid, status = struct.unpack("<ii", data)
+            exits.append(Exit(pid, status))
+
+    # -- looking at it ------------------------------------------------------------------------
+
+    def host_pids(self) -> list[int]:
+        """Host pids of all members except PID 1."""
+        return [pid for pid in cgroup.processes(self.group) if pid != self.init]
+
+    def processes(self) -> list[ProcessInfo]:
+        """All processes but PID 1, as seen inside."""
+        inside = inside_pids([self.init, *self.host_pids()])
+        return sorted(
+            (
+                info
+                for host in inside
+                if host != self.init and (info := process_info(host, inside)) is not None
+            ),
+            key=lambda info: info.pid,
+        )
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Let a restored tree run. The answer to the barrier message is its start."""
+        self.peer.sock.send(b"go")
+
+    def stop(self) -> None:
+        """Kill everything; when this returns no instruction of the tree will run any more.
+
+        PID 1 becomes a zombie only after it has reaped the whole namespace (pid_namespaces(7)).
+        """
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            cgroup.kill(self.group)
+            pidfd.send_signal(self.pidfd, 9)
+        if not pidfd.ended(self.pidfd, 30.0):
+            raise PeerGone(f"processes in {self.group.name} did not die within 30 s")
+
+    def end(self) -> None:
+        """Stop, reap, remove the group, close every descriptor. May be called twice."""
+        with self._end_lock:
+            if self._ended:
+                return
+            self._ended = True
+            self.stop()
+            pidfd.reap(self.pidfd)
+            self.peer.close()
+            self.reports.close()
+            for fd in (self.root, self.pidfd):
+                if fd >= 0:
+                    os.close(fd)
+            cgroup.remove(self.group)
+            self.on_end()
+
+
+_BUFFER = 4096
+_LAST_PID = "/proc/sys/kernel/ns_last_pid"
+_IPC = {
+    "shared memory segments": "/proc/sysvipc/shm",
+    "semaphore sets": "/proc/sysvipc/sem",
+    "message queues": "/proc/sysvipc/msg",
+}
+
+
+def _survey_program() -> tuple[Sealed, dict[str, Ref]]:
+    program = Program()
+    buffers = {"uname": program.data(bytes(_BUFFER))}
+    program.root.call(63, buffers["uname"], what="uname")
+    for path in (_LAST_PID, *_IPC.values()):
+        buffers[path] = program.data(bytes(_BUFFER))
+        opened = program.variable()
+        program.root.call(nr.OPENAT, -100, program.text(path), 0, save=opened, what=f"open {path}")
+        program.root.call(nr.READ, opened, buffers[path], _BUFFER)
+        program.root.call(nr.CLOSE, opened)
+    return program.seal(), buffers
+
+
+_SURVEY, _BUFFERS = _survey_program()
+
+
+def _gaps(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges of descriptor numbers between and after the given ones."""
+    gaps = []
+    low = 0
+    for number in numbers:
+        if number > low:
+            gaps.append((low, number - 1))
+        low = number + 1
+    gaps.append((low, (1 << 32) - 1))
+    return gaps
+
+
+def _candidates(name: bytes, env: Sequence[bytes]) -> list[bytes]:
+    if b"/" in name:
+        return [name]
+    path = next((e[5:] for e in env if e.startswith(b"PATH=")), b"/usr/bin:/bin")
+    return [directory + b"/" + name for directory in path.split(b":") if directory]

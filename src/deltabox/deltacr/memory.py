@@ -1,0 +1,335 @@
+"""A process's address space: read its map, move its pages into a template, put them back.
+
+Where a page goes.  The template holds every private page of the tree in its *stash*, a range of
+addresses far from anything a program uses.  A private anonymous mapping is stashed whole, at its
+final address modulo 1 GiB, so that the mremap(2) which puts it in place in the clone moves page
+tables instead of entries.  Pages that a process has written in a private *file* mapping are packed
+together and copied over a fresh mapping of the file: the file is opened by name in the rebuilt
+root, so neither later edits by the live tree nor the old overlay can show through.
+
+Rejected: keeping file mappings in the template (they would pin the old overlay and read through to
+the live tree's edits), and final addresses in the template (two Debian pythons collide already).
+
+Facts of smaps that have no place in a rebuilt mapping are refused by name.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ..errors import UnsupportedState
+from ..linux import numbers as nr
+from ..linux import pagemap
+from ..linux.proc import read
+from .inject import SIZE as INJECTION_SIZE
+from .model import PAGE, Capture, Mapping, Process
+from .records import CODE, FRAMES, OURS, OURS_END, STASH, Program, Sequence, Var
+
+Refuse = Callable[[str, str], UnsupportedState]
+
+_HEADER = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) (.)(.)(.)(.) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(.*)$"
+)
+_GIB = 1 << 30
+_CLUSTER_GAP = 256 << 20
+_ANONYMOUS_NAMES = ("", "[heap]", "[stack]")
+_VDSO_NAMES = ("[vvar]", "[vvar_vclock]", "[vdso]")
+_REFUSED_FLAGS = {
+    "ht": "huge pages of hugetlbfs",
+    "pf": "physical memory",
+    "io": "device memory",
+    "um": "memory watched by a userfaultfd",
+    "uw": "memory watched by a userfaultfd",
+    "ui": "memory watched by a userfaultfd",
+    "lo": "locked memory",
+    "ss": "a shadow stack",
+}
+# VmFlags -> advice of madvise(2) that sets them again
+_ADVICE = {"rr": 1, "sr": 2, "dc": 10, "mg": 12, "hg": 14, "nh": 15, "dd": 16, "wf": 18}
+_MAP_GROWSDOWN, _MAP_NORESERVE = 0x100, 0x4000
+_IOV_MAX = 1024
+_PR_SET_VMA = 0x53564D41
+_DELETED = " (deleted)"
+
+
+def mappings(host: int, refuse: Refuse) -> tuple[list[Mapping], int, int]:
+    """(the VMAs, address of the vdso, a free place for injection) of a stopped process."""
+    found: list[Mapping] = []
+    vdso = 0
+    fd = os.open(f"/proc/{host}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for header, flags in _entries(host):
+            mapping = _mapping(header, flags, refuse)
+            if mapping is None:
+                continue
+            if mapping.path == "[vdso]":
+                vdso = mapping.start
+            if mapping.kind != "vdso" and not mapping.shared:
+                pages = pagemap.private_pages(fd, mapping.start, mapping.end)
+                mapping = replace(mapping, pages=tuple(pages))
+            found.append(mapping)
+    finally:
+        os.close(fd)
+    if not vdso:
+        raise refuse("has unmapped its vdso", "mapping")
+    return found, vdso, _gap(found)
+
+
+def _entries(host: int) -> list[tuple[re.Match[str], frozenset[str]]]:
+    out = []
+    header: re.Match[str] | None = None
+    key = ""
+    for line in read(f"/proc/{host}/smaps").decode(errors="surrogateescape").splitlines():
+        if line.startswith("VmFlags:"):
+            assert header is not None
+            out.append((header, frozenset(line[8:].split()) | ({key} if key else frozenset())))
+        elif line.startswith("ProtectionKey:"):
+            key = "pkey" if line.split()[1] != "0" else ""
+        elif not line[0].isupper():
+            header = _HEADER.match(line)
+    return out
+
+
+def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Mapping | None:
+    low, high, r, w, x, s, offset, major, minor, inode, path = header.groups()
+    start, end = int(low, 16), int(high, 16)
+    if path == "[vsyscall]" or OURS <= start < OURS_END:
+        return None  # the same in every process, or our own few pages in a restored one
+    if start < OURS_END and end > OURS:
+        raise refuse("maps memory at the addresses that the engine needs", "mapping")
+    prot = (r == "r") | (w == "w") << 1 | (x == "x") << 2
+    if path in _VDSO_NAMES:
+        return Mapping(start, end, prot, False, 0, "vdso", path, False, flags)
+    for flag, what in _REFUSED_FLAGS.items():
+        if flag in flags:
+            raise refuse(f"has {what} at {start:#x}", "mapping")
+    if "pkey" in flags:
+        raise refuse(f"has memory under a protection key at {start:#x}", "mapping")
+    shared = s == "s"
+    if path in _ANONYMOUS_NAMES or path.startswith("[anon:"):
+        name = path[6:-1] if path.startswith("[anon:") else ""
+        return Mapping(start, end, prot, False, 0, "anonymous", name, True, flags)
+    if not path.startswith("/"):
+        raise refuse(f"maps a kernel object, {path}", "mapping")
+    if path.startswith(("/dev/zero", "/memfd:", "/SYSV", "/anon_hugepage")) and shared:
+        raise refuse(f"has shared memory at {start:#x} ({path})", "mapping")
+    if path.endswith(_DELETED):
+        raise refuse(f"maps a file that has been deleted or replaced, {path}", "mapping")
+    if shared and prot & 2:
+        raise refuse(f"has a writable shared mapping of {path}", "mapping")
+    return Mapping(
+        start, end, prot, shared, int(offset, 16), "file", path, "mw" in flags, flags,
+        os.makedev(int(major, 16), int(minor, 16)), int(inode),
+    )
+
+
+def _gap(found: list[Mapping]) -> int:
+    """A free range well away from stacks that grow and heaps that grow."""
+    ordered = sorted((m.start, m.end) for m in found)
+    for (_, end), (start, _) in zip(ordered, ordered[1:], strict=False):
+        if start - end > (64 << 20):
+            return (end + start) // 2 & ~(PAGE - 1)
+    return ordered[-1][1] + (16 << 20)
+
+
+# -- into the template ----------------------------------------------------------------------------
+
+
+@dataclass
+class Stash:
+    """Where each process's pages are in the template."""
+
+    anonymous: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, start) -> address
+    packed: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, page range start)
+    reservations: list[tuple[int, int, int]] = field(default_factory=list)  # address, size, flags
+    reads: list[tuple[Process, int, int, int, bool]] = field(default_factory=list)
+    bytes: int = 0
+    _next: int = STASH
+
+    def reserve(self, size: int, like: int, flags: int) -> int:
+        """An address range congruent with `like` modulo 1 GiB."""
+        address = (self._next & ~(_GIB - 1)) + like % _GIB
+        if address < self._next:
+            address += _GIB
+        self._next = address + size + (2 << 20)
+        if self._next > OURS_END:
+            raise UnsupportedState(
+                f"a process reserves {size >> 30} GiB of memory", object="mapping"
+            )
+        self.reservations.append((address, size, flags))
+        return address
+
+
+def plan(capture: Capture) -> Stash:
+    """Lay out the stash for a whole tree."""
+    stash = Stash()
+    for process in capture.processes:
+        end, shift, previous = 0, None, None
+        for mapping in process.mappings:
+            if not mapping.pages:
+                continue
+            readable = bool(mapping.prot & 1)
+            size = sum(high - low for low, high in mapping.pages)
+            stash.bytes += size
+            if mapping.kind == "anonymous":
+                # Neighbours that the kernel had kept apart must not become mergeable, so they are
+                # not stashed side by side.
+                apart = (
+                    previous is not None
+                    and previous.end == mapping.start
+                    and previous.prot == mapping.prot
+                )
+                if shift is None or mapping.start - end > _CLUSTER_GAP or apart:
+                    base = stash.reserve(mapping.size, mapping.start, _map_flags(mapping))
+                    shift = base - mapping.start
+                else:
+                    base = mapping.start + shift
+                    stash.reservations.append((base, mapping.size, _map_flags(mapping)))
+                    stash._next = max(stash._next, base + mapping.size + (2 << 20))
+                end, previous = mapping.end, mapping
+                stash.anonymous[process.pid, mapping.start] = base
+                for low, high in mapping.pages:
+                    stash.reads.append((process, low, base + low - mapping.start, high - low,
+                                        readable))
+            else:
+                base = stash.reserve(size, 0, 0)
+                for low, high in mapping.pages:
+                    stash.packed[process.pid, low] = base
+                    stash.reads.append((process, low, base, high - low, readable))
+                    base += high - low
+    return stash
+
+
+def feed(stash: Stash) -> tuple[Program, list[tuple[Var, int]], dict[str, int]]:
+    """The template's own program: reserve the stash and read every page into it.
+
+    Returns it with (result, expected bytes) of every read, and the descriptors it needs:
+    process_vm_readv(2) respects PROT_NONE, so such pages come through /proc/PID/mem instead.
+    """
+    unreadable = {p.pid: p for p, _, _, _, readable in stash.reads if not readable}
+    program = Program(*(f"mem{pid}" for pid in unreadable))
+    fds = {
+        f"mem{pid}": os.open(f"/proc/{p.host_pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+        for pid, p in unreadable.items()
+    }
+    do = program.root
+    for address, size, flags in stash.reservations:
+        do.call(nr.MMAP, address, size, 3, 0x100022 | flags, -1, 0, what="reserve stash")
+    checks: list[tuple[Var, int]] = []
+    batch: list[tuple[int, int, int]] = []
+    owner: Process | None = None
+
+    def flush() -> None:
+        if batch and owner is not None:
+            remote = program.data(b"".join(struct.pack("<QQ", a, n) for a, _, n in batch))
+            local = program.data(b"".join(struct.pack("<QQ", a, n) for _, a, n in batch))
+            result = program.variable()
+            do.call(
+                nr.PROCESS_VM_READV, owner.host_pid, local, len(batch), remote, len(batch), 0,
+                save=result, what=f"read the memory of pid {owner.pid}",
+            )
+            checks.append((result, sum(n for _, _, n in batch)))
+            batch.clear()
+
+    for process, origin, target, size, readable in stash.reads:
+        if not readable:
+            result = program.variable()
+            do.call(17, program.inputs[f"mem{process.pid}"], target, size, origin,  # pread64
+                    save=result, what=f"read protected memory of pid {process.pid}")
+            checks.append((result, size))
+            continue
+        if process is not owner or len(batch) == _IOV_MAX:
+            flush()
+            owner = process
+        batch.append((origin, target, size))
+    flush()
+    return program, checks, fds
+
+
+def _map_flags(mapping: Mapping) -> int:
+    return (_MAP_GROWSDOWN if "gd" in mapping.flags else 0) | (
+        _MAP_NORESERVE if "nr" in mapping.flags else 0
+    )
+
+
+# -- and back ---------------------------------------------------------------------------------
+
+
+def restore(
+    program: Program, do: Sequence, process: Process, stash: Stash, opened: dict[tuple[str, int], int]
+) -> None:
+    """Build the address space of one clone; `opened` gives the descriptor of each mapped file."""
+    fixed = mmap.MAP_PRIVATE | 0x100000  # MAP_FIXED_NOREPLACE
+    for mapping in process.mappings:
+        if mapping.kind == "vdso":
+            continue
+        start, size, prot = mapping.start, mapping.size, mapping.prot
+        name = f"{start:#x}-{mapping.end:#x}"
+        if mapping.kind == "anonymous":
+            stashed = stash.anonymous.get((process.pid, start))
+            if stashed is None:
+                flags = fixed | mmap.MAP_ANONYMOUS | _map_flags(mapping)
+                do.call(nr.MMAP, start, size, prot, flags, -1, 0, what=f"map {name}")
+            else:
+                do.call(nr.MREMAP, stashed, size, size, 3, start, what=f"place {name}")
+                if prot != 3:
+                    do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
+        else:
+            fd = opened[mapping.path, open_mode(mapping)]
+            first = prot | 3 if mapping.pages else prot
+            kind = mmap.MAP_SHARED | 0x100000 if mapping.shared else fixed
+            do.call(nr.MMAP, start, size, first, kind | _map_flags(mapping), fd, mapping.offset,
+                    what=f"map {mapping.path}")
+            for low, high in mapping.pages:
+                do.copy(low, stash.packed[process.pid, low], high - low)
+            if first != prot:
+                do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
+        if mapping.kind == "anonymous" and mapping.path:
+            do.call(nr.PRCTL, _PR_SET_VMA, 0, start, size, program.text(mapping.path))
+    vdso = min(m.start for m in process.mappings if m.kind == "vdso")
+    do.call(nr.ARCH_PRCTL, 0x2003, vdso, what="map the vdso")
+
+
+def advise(do: Sequence, process: Process) -> None:
+    """Flags that would act on our own forks, and the rest of madvise(2), once all is in place."""
+    for mapping in process.mappings:
+        for flag, advice in _ADVICE.items():
+            if flag in mapping.flags and mapping.kind != "vdso":
+                if flag == "wf" and mapping.kind != "anonymous":
+                    continue
+                if flag == "dd" and mapping.kind == "file" and mapping.shared:
+                    continue
+                do.call(nr.MADVISE, mapping.start, mapping.size, advice, what=f"advice {flag}")
+
+
+def open_mode(mapping: Mapping) -> int:
+    """O_RDWR for a shared mapping that may be made writable, else O_RDONLY."""
+    return 2 if mapping.shared and mapping.may_write else 0
+
+
+def drop_inherited(program: Program, do: Sequence) -> None:
+    """Unmap all that a clone has inherited of ours but the code and its own control memory."""
+    do.call(nr.MUNMAP, CODE + 0x10_0000, FRAMES - CODE - 0x10_0000)
+    do.call(nr.MUNMAP, OURS + 0x8000_0000, program.below)
+    do.call(nr.MUNMAP, program.end, program.above)
+
+
+def layout(program: Program, do: Sequence, process: Process, exe: int) -> None:
+    """struct prctl_mm_map (linux/prctl.h)."""
+    a = process.layout
+    assert a is not None
+    auxv = program.data(a.auxv)
+    block = program.data(
+        struct.pack(
+            "<12QIi",
+            a.start_code, a.end_code, a.start_data, a.end_data, a.start_brk, a.brk, a.start_stack,
+            a.arg_start, a.arg_end, a.env_start, a.env_end, 0, len(a.auxv), exe,
+        )
+    )
+    program.pointer(block + 88, auxv)
+    do.call(nr.PRCTL, 35, 14, block, 104, 0, what="PR_SET_MM_MAP")

@@ -1,0 +1,191 @@
+"""What a checkpoint knows of a process tree: plain frozen records, no behaviour.
+
+Pids, ids and paths are those seen inside the sandbox unless a name says `host`.  A reader who
+knows this file knows what is captured; `capture.py` fills it, `program.py` turns it into records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..linux.ptrace import Registers, Rseq
+
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Ids inside; capability sets as bit masks (capabilities(7))."""
+
+    uids: tuple[int, int, int, int]  # real, effective, saved, file system
+    gids: tuple[int, int, int, int]
+    groups: tuple[int, ...]
+    inheritable: int
+    permitted: int
+    effective: int
+    bounding: int
+    ambient: int
+    securebits: int
+    no_new_privs: bool
+
+
+@dataclass(frozen=True)
+class Thread:
+    """One thread, stopped."""
+
+    tid: int
+    host_tid: int
+    registers: Registers  # already fit to continue from: no call is half done
+    xstate: bytes
+    sigmask: int
+    pending: tuple[bytes, ...]  # siginfo_t
+    altstack: bytes  # stack_t
+    clear_child_tid: int
+    robust_list: tuple[int, int]
+    rseq: Rseq
+    comm: bytes
+    nice: int
+    affinity: bytes | None  # None: that of every other process
+    pdeathsig: int
+    timer_slack: int
+    credentials: Credentials
+    memory: tuple[tuple[int, bytes], ...] = ()  # what the continued call reads, below the stack
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """One VMA. `pages` are the address ranges with private pages."""
+
+    start: int
+    end: int
+    prot: int
+    shared: bool
+    offset: int
+    kind: Literal["anonymous", "file", "vdso"]
+    path: str  # of the file; the name of an [anon:...] mapping
+    may_write: bool
+    flags: frozenset[str]  # VmFlags of smaps
+    device: int = 0
+    inode: int = 0
+    pages: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """What PR_SET_MM_MAP sets (prctl(2))."""
+
+    start_code: int
+    end_code: int
+    start_data: int
+    end_data: int
+    start_brk: int
+    brk: int
+    start_stack: int
+    arg_start: int
+    arg_end: int
+    env_start: int
+    env_end: int
+    auxv: bytes
+    exe: str
+
+
+@dataclass(frozen=True)
+class Ghost:
+    """The bytes of a file that is open but has no name any more."""
+
+    content: bytes
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Description:
+    """An open file description: what several descriptors of several processes may share."""
+
+    kind: Literal["file", "directory", "device", "path", "fifo", "pipe", "external"]
+    flags: int
+    position: int
+    path: str = ""
+    ghost: Ghost | None = None
+    pipe: int = -1  # index into Tree.pipes for pipes and FIFOs
+    key: str = ""  # of an external pipe
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """A pipe's or FIFO's contents; capacity in bytes."""
+
+    capacity: int
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    number: int
+    description: int  # index into Tree.descriptions
+    cloexec: bool
+
+
+@dataclass(frozen=True)
+class PosixTimer:
+    identifier: int
+    clock: int
+    signal: int
+    notify: int
+    value: int  # sigev_value
+    tid: int
+    setting: bytes  # struct itimerspec with what remains
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process. A zombie has only its ids and its wait status."""
+
+    pid: int
+    host_pid: int
+    ppid: int
+    pgid: int
+    sid: int
+    exit_signal: int
+    comm: bytes
+    zombie: int | None = None  # wait status
+    stopped: int = 0  # the signal that stopped it
+    stop_reported: bool = False  # its parent has seen that
+    threads: tuple[Thread, ...] = ()
+    mappings: tuple[Mapping, ...] = ()
+    layout: MemoryLayout | None = None
+    descriptors: tuple[Descriptor, ...] = ()
+    cwd: str = "/"
+    root: str = "/"
+    umask: int = 0o022
+    sigactions: tuple[bytes, ...] = ()  # struct kernel_sigaction, index 0 is signal 1
+    pending: tuple[bytes, ...] = ()
+    itimers: tuple[bytes, ...] = ()
+    timers: tuple[PosixTimer, ...] = ()
+    rlimits: tuple[tuple[int, int], ...] = ()
+    dumpable: int = 1
+    subreaper: bool = False
+    thp_disabled: bool = False
+    personality: int = 0
+    oom_score_adj: int | None = None  # None: PID 1's
+    coredump_filter: int | None = None
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A whole tree at one instant. PID 1 is ours and not in it."""
+
+    processes: tuple[Process, ...]
+    descriptions: tuple[Description, ...]
+    pipes: tuple[Pipe, ...]
+    last_pid: int
+    hostname: bytes
+    domainname: bytes
+    by_pid: dict[int, Process] = field(default_factory=dict)

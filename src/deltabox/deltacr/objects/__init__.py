@@ -1,0 +1,1 @@
+"""One file for each kind of kernel object: how it is captured, and the records that rebuild it."""

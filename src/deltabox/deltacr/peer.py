@@ -1,0 +1,114 @@
+"""A process that runs the interpreter, as the keeper sees it: send a program, get its result.
+
+Templates, their doors and every PID 1 are peers.  A request is one seqpacket message with the
+control memory (a memfd) and the descriptors the program uses; the answer is one number.  The
+control memory stays mapped here too, so results and errors are read from it, not sent.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .records import VARIABLES_OFFSET, Sealed, Var
+
+MAX_DESCRIPTORS = 250
+
+
+class ProgramFailed(Exception):
+    """A record failed; nothing after it ran."""
+
+    def __init__(self, error: int, where: str) -> None:
+        super().__init__(f"{where}: {os.strerror(error)}")
+        self.errno = error
+        self.where = where
+
+
+class PeerGone(Exception):
+    """The process at the other end has ended."""
+
+
+# Fault injection: the number of the record that shall fail in the next programs, 0 for none.
+fault_budget = 0
+
+
+@dataclass
+class Run:
+    """The control memory of one program that was sent."""
+
+    sealed: Sealed
+    memory: mmap.mmap
+
+    def variable(self, var: Var) -> int:
+        value: int = struct.unpack_from("<q", self.memory, VARIABLES_OFFSET + 8 * var.index)[0]
+        return value
+
+    def check(self) -> None:
+        failed, error, where = struct.unpack_from("<IiQ", self.memory, 0)
+        if failed:
+            raise ProgramFailed(error, self.sealed.locate(where))
+
+
+class Peer:
+    """One end of a conversation; requests are serialized."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.lock = threading.Lock()
+
+    def send(self, sealed: Sealed, slot: int, fds: Mapping[str, int]) -> Run:
+        """Start a program without waiting for it."""
+        if len(sealed.inputs) > MAX_DESCRIPTORS:
+            raise ProgramFailed(errno.EMFILE, "too many descriptors for one program")
+        content, address, size = sealed.place(slot, fault_budget)
+        memfd = os.memfd_create("deltabox", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(memfd, size)
+            memory = mmap.mmap(memfd, size)
+            memory[: len(content)] = content
+            numbers = array.array("i", [memfd, *(fds[name] for name in sealed.inputs)])
+            self.sock.sendmsg(
+                [struct.pack("<3Q", address, size, sealed.entry)],
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)],
+            )
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise PeerGone("the process that runs programs has ended") from error
+        finally:
+            os.close(memfd)
+        return Run(sealed, memory)
+
+    def answer(self, run: Run, timeout: float = 30.0) -> None:
+        """Wait for a program that was sent; raises what went wrong in it."""
+        self.sock.settimeout(timeout)
+        try:
+            data = self.sock.recv(8)
+        except ConnectionResetError:
+            data = b""
+        except TimeoutError as error:
+            raise PeerGone(f"no answer from a program within {timeout:.0f} s") from error
+        run.check()
+        if not data:
+            raise PeerGone("the process that runs programs has ended")
+        result = struct.unpack("<q", data)[0]
+        if result < 0:
+            raise ProgramFailed(-result if result > -4096 else errno.EIO, "control memory")
+
+    def run(self, sealed: Sealed, slot: int, fds: Mapping[str, int] | None = None) -> Run:
+        with self.lock:
+            run = self.send(sealed, slot, fds or {})
+            self.answer(run)
+        return run
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)

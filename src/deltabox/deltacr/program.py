@@ -1,0 +1,399 @@
+"""Compile a capture into the program that rebuilds it.
+
+The shape, for every restore and fork (numbers are barriers over the whole tree):
+
+    PID 1        namespaces, mounts; opens every description once; clones the roots
+    each process clones its children; setsid, setpgid             0  groups exist  1  all joined
+                 memory, descriptors, directories; children that are dead or stopped are waited for
+                 handlers, limits, identity; threads; credentials     2  ready
+    PID 1        tells the keeper, waits for the release               3  go
+    each thread  timers, rseq, rt_sigreturn
+
+Everything is decided here; the interpreter only executes.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+from collections.abc import Sequence as Items
+
+from ..errors import UnsupportedState
+from ..linux import namespace as ns
+from ..linux import numbers as nr
+from . import boot, frame, memory
+from .boot import World
+from .memory import Stash
+from .model import Capture, Description, Process, Thread
+from .objects import credentials, files, pipes, signals, timers
+from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
+from .topology import Task, arrange, everyone
+
+_GROUPS_EXIST, _JOINED, _READY, _GO, _LOCAL = range(5)
+_PR_SET_NAME, _PR_SET_DUMPABLE, _PR_SET_TIMERSLACK = 15, 4, 29
+_PR_SET_CHILD_SUBREAPER, _PR_SET_THP_DISABLE = 36, 41
+_ARCH_SET_GS, _ARCH_SET_FS = 0x1001, 0x1002
+_P_PID, _WSTOPPED, _WEXITED, _WNOWAIT = 1, 2, 4, 0x01000000
+_WALL = 0x40000000
+_SIGSTOP = 19
+_O_CLOEXEC = 0o2000000
+_DEFAULT_TIMER_SLACK = 50000
+
+
+def external_inputs(capture: Capture) -> list[str]:
+    """Keys of the external pipes that some process still holds, in order of first use."""
+    return list(dict.fromkeys(d.key for d in capture.descriptions if d.kind == "external"))
+
+
+def compile_program(
+    capture: Capture, stash: Stash, *, network: str, limits: Items[tuple[int, int]], nice: int
+) -> tuple[Sealed, Var]:
+    """(the program, the variable that will hold PID 1's host pid)."""
+    return _Compiler(capture, stash, network, limits, nice).build()
+
+
+class _Compiler:
+    def __init__(
+        self,
+        capture: Capture,
+        stash: Stash,
+        network: str,
+        limits: Items[tuple[int, int]],
+        nice: int,
+    ) -> None:
+        self.capture = capture
+        self.stash = stash
+        self.limits = limits
+        self.nice = nice
+        self.keys = external_inputs(capture)
+        self.program = Program(*boot.FIRST_INPUTS, *self.keys)
+        self.world = World(capture.hostname, capture.domainname, network)
+        self.root = arrange(capture)
+        self.tasks = everyone(self.root)
+        highest = max((d.number for p in capture.processes for d in p.descriptors), default=2)
+        self.base = max(highest + 1, 64 + len(self.program.inputs))
+        self.files: dict[tuple[str, int], int] = {}
+        self.next_local = _LOCAL
+        self.running = sum(
+            len(p.threads) for p in capture.processes if p.threads and not p.stopped
+        )
+        self.zero_time = self.program.data(bytes(16))
+        self.child_signal = self.program.data(struct.pack("<Q", 1 << (boot.SIGCHLD - 1)))
+
+    def build(self) -> tuple[Sealed, Var]:
+        program = self.program
+        init = program.sequence("PID 1")
+        pid = boot.first_process(program, init, self.world)
+        boot.settle(program, init, self.world)
+        self._open_everything(init)
+        self._clone_all(init, self.root)
+        everybody = len(self.tasks) + 1
+        init.barrier(_GROUPS_EXIST, everybody)
+        init.barrier(_JOINED, everybody)
+        for stand_in in self.root.stand_ins:
+            init.call(nr.WAIT4, stand_in.pid, 0, _WALL, 0, what="reap a stand-in")
+        for process in self.capture.processes:
+            if process.ppid in (0, 1) and process.stopped:
+                init.call(nr.WAITID, _P_PID, process.pid, 0, _WSTOPPED, 0, what="wait for a stop")
+        init.call(nr.CLOSE_RANGE, self.base, (1 << 32) - 1, 0)
+        for key in self.keys:
+            init.call(nr.CLOSE, program.inputs[key])
+        init.barrier(_READY, self.running + 1)
+        self._set_last_pid(init)
+        boot.answer_ready(program, init)
+        buffer = program.data(bytes(8))
+        init.call(nr.READ, program.inputs["requests"], buffer, 8, what="wait for the release")
+        init.barrier(_GO, self.running + 1)
+        boot.serve_for_ever(program, init)
+        return program.seal(), pid
+
+    # -- PID 1 --------------------------------------------------------------------------------
+
+    def _open_everything(self, init: Sequence) -> None:
+        grouped: dict[int, list[tuple[int, Description]]] = {}
+        filled: set[str] = set()
+        taken: set[str] = set()
+        for index, description in enumerate(self.capture.descriptions):
+            number = self.base + index
+            if description.kind == "external":
+                init.call(nr.DUP3, self.program.inputs[description.key], number, _O_CLOEXEC)
+                if description.key in taken:
+                    pipes.reopen(self.program, init, number, description)
+                elif description.flags & ~(3 | 0o100000):
+                    init.call(nr.FCNTL, number, 4, description.flags & ~3)
+                taken.add(description.key)
+                if description.pipe >= 0 and description.key not in filled:
+                    filled.add(description.key)
+                    contents = self.capture.pipes[description.pipe]
+                    pipes.refill_external(self.program, init, number, contents)
+            elif description.kind in ("pipe", "fifo"):
+                grouped.setdefault(description.pipe, []).append((number, description))
+            else:
+                files.restore(self.program, init, number, description)
+        for index, ends in grouped.items():
+            pipe = self.capture.pipes[index]
+            if ends[0][1].kind == "pipe":
+                pipes.restore(self.program, init, pipe, ends)
+            else:
+                pipes.restore_fifo(self.program, init, pipe, ends)
+        number = self.base + len(self.capture.descriptions)
+        for process in self.capture.processes:
+            wanted = [(m.path, memory.open_mode(m)) for m in process.mappings if m.kind == "file"]
+            if process.layout is not None:
+                wanted.append((process.layout.exe, 0))
+            for path, mode in wanted:
+                if (path, mode) in self.files:
+                    continue
+                opened = self.program.variable()
+                name = self.program.text(path.encode(errors="surrogateescape"))
+                init.call(nr.OPENAT, -100, name, mode | _O_CLOEXEC, save=opened,
+                          what=f"open {path}")
+                init.call(nr.DUP3, opened, number, _O_CLOEXEC)
+                init.call(nr.CLOSE, opened)
+                self.files[path, mode] = number
+                number += 1
+        if number >= self.limits[7][1]:
+            raise UnsupportedState(
+                f"restoring the tree needs {number} descriptors, more than RLIMIT_NOFILE",
+                object="descriptors", errno=errno.EMFILE,
+            )
+
+    def _set_last_pid(self, init: Sequence) -> None:
+        opened = self.program.variable()
+        value = str(self.capture.last_pid).encode()
+        init.call(nr.OPENAT, -100, self.program.text("/proc/sys/kernel/ns_last_pid"), 1,
+                  save=opened, what="open ns_last_pid")
+        init.call(nr.WRITE, opened, self.program.data(value), len(value), what="set ns_last_pid")
+        init.call(nr.CLOSE, opened)
+
+    # -- processes ----------------------------------------------------------------------------
+
+    def _clone(self, do: Sequence, task: Task, exit_signal: int | None = None) -> None:
+        program = self.program
+        body = program.sequence(f"pid {task.pid}")
+        signal = exit_signal
+        if signal is None:
+            signal = task.process.exit_signal if task.process is not None else 0
+        arguments = program.clone_args(
+            flags=0, exit_signal=signal, pid=task.pid, stack=program.stack()
+        )
+        do.clone(arguments, body)
+        self._process(body, task)
+
+    def _clone_all(self, do: Sequence, task: Task) -> None:
+        for child in task.before:
+            self._clone(do, child)
+        if task.leads_session:
+            do.call(nr.SETSID, what="setsid")
+        for child in task.after:
+            # a child that will be PID 1's, or a stand-in, ends without a signal to this parent
+            silent = child.process is None or (
+                child.process.ppid != task.pid and task is not self.root
+            )
+            self._clone(do, child, 0 if silent else None)
+        for helper_pid, orphan in task.orphans:
+            self._clone_orphan(do, helper_pid, orphan)
+
+    def _clone_orphan(self, do: Sequence, helper_pid: int, orphan: Task) -> None:
+        program = self.program
+        helper = program.sequence(f"helper {helper_pid}")
+        arguments = program.clone_args(flags=0, pid=helper_pid, stack=program.stack())
+        do.clone(arguments, helper)
+        self._clone(helper, orphan)
+        helper.call(nr.EXIT, 0)
+        do.call(nr.WAIT4, helper_pid, 0, _WALL, 0, what="reap a helper")
+
+    def _process(self, do: Sequence, task: Task) -> None:
+        everybody = len(self.tasks) + 1
+        process = task.process
+        self._clone_all(do, task)
+        leads_group = process is None or process.pgid == task.pid
+        if leads_group and not task.leads_session:
+            do.call(nr.SETPGID, 0, 0, what="setpgid")
+        do.barrier(_GROUPS_EXIST, everybody)
+        if process is not None and not leads_group:
+            do.call(nr.SETPGID, 0, process.pgid, what=f"setpgid({process.pgid})")
+        do.barrier(_JOINED, everybody)
+        for stand_in in task.stand_ins:
+            do.call(nr.WAIT4, stand_in.pid, 0, _WALL, 0, what="reap a stand-in")
+        if process is None:
+            do.call(231, 0)
+        elif process.zombie is not None:
+            self._die(do, process)
+        else:
+            self._live(do, process)
+
+    def _die(self, do: Sequence, process: Process) -> None:
+        """Become a zombie with the captured wait status."""
+        assert process.zombie is not None
+        do.call(nr.PRCTL, _PR_SET_NAME, self.program.text(process.comm[:15]))
+        number = process.zombie & 0x7F
+        if number:
+            none = self.program.data(bytes(16))
+            do.call(nr.PRLIMIT64, 0, 4, none, 0)  # no core of ours
+            do.call(nr.RT_SIGPROCMASK, 2, none, 0, 8)
+            do.call(nr.KILL, process.pid, number)
+        do.call(231, process.zombie >> 8 & 0xFF)
+
+    def _live(self, do: Sequence, process: Process) -> None:
+        program = self.program
+        memory.restore(program, do, process, self.stash, self.files)
+        self._frames(do, process)
+        memory.drop_inherited(program, do)
+        assert process.layout is not None
+        memory.layout(program, do, process, self.files[process.layout.exe, 0])
+        self._directories(do, process)
+        self._descriptors(do, process)
+        self._await_children(do, process)
+        signals.restore_handlers(program, do, process)
+        self._identity(do, process)
+        memory.advise(do, process)
+        local = None
+        if process.stopped:
+            local = (self._local(), self._local())
+        for thread in process.threads[1:]:
+            body = program.sequence(f"pid {process.pid} thread {thread.tid}")
+            arguments = program.clone_args(
+                flags=ns.CLONE_VM | ns.CLONE_FS | ns.CLONE_FILES | ns.CLONE_SIGHAND
+                | ns.CLONE_THREAD | ns.CLONE_SYSVSEM,
+                pid=thread.tid,
+                stack=program.stack(),
+            )
+            do.clone(arguments, body)
+            self._thread(body, process, thread, local)
+        self._thread(do, process, process.threads[0], local)
+
+    def _local(self) -> int:
+        index = self.next_local
+        if index >= BARRIERS:
+            raise UnsupportedState("too many stopped processes", object="process")
+        self.next_local += 1
+        return index
+
+    def _frames(self, do: Sequence, process: Process) -> None:
+        """The only memory of ours that stays: each thread's signal frame."""
+        content, offsets = frame.build(process.threads)
+        size = (len(content) + 4095) & ~4095
+        do.call(nr.MMAP, FRAMES, size, 3, 0x100022, -1, 0, what="map frames")
+        do.copy(FRAMES, self.program.data(content, 64), len(content))
+        for thread, offset in zip(process.threads, offsets, strict=True):
+            self._frame_at[process.pid, thread.tid] = FRAMES + offset
+
+    @property
+    def _frame_at(self) -> dict[tuple[int, int], int]:
+        found: dict[tuple[int, int], int] = self.__dict__.setdefault("_frame_table", {})
+        return found
+
+    def _directories(self, do: Sequence, process: Process) -> None:
+        text = self.program.text
+        do.call(nr.UMASK, process.umask)
+        if process.cwd != "/":
+            do.call(nr.CHDIR, text(process.cwd.encode(errors="surrogateescape")),
+                    what=f"chdir {process.cwd}")
+        if process.root != "/":
+            do.call(nr.CHROOT, text(process.root.encode(errors="surrogateescape")), what="chroot")
+
+    def _descriptors(self, do: Sequence, process: Process) -> None:
+        low = 0
+        for descriptor in process.descriptors:
+            if descriptor.number > low:
+                do.call(nr.CLOSE_RANGE, low, descriptor.number - 1, 0)
+            do.call(
+                nr.DUP3,
+                self.base + descriptor.description,
+                descriptor.number,
+                _O_CLOEXEC if descriptor.cloexec else 0,
+                what=f"fd {descriptor.number}",
+            )
+            low = descriptor.number + 1
+        do.call(nr.CLOSE_RANGE, low, (1 << 32) - 1, 0)
+
+    def _await_children(self, do: Sequence, process: Process) -> None:
+        awaited = False
+        for child in self.capture.processes:
+            if child.ppid != process.pid:
+                continue
+            if child.zombie is not None:
+                do.call(nr.WAITID, _P_PID, child.pid, 0, _WEXITED | _WNOWAIT, 0,
+                        what="wait for a zombie")
+                awaited = True
+            elif child.stopped:
+                flags = _WSTOPPED | (0 if child.stop_reported else _WNOWAIT)
+                do.call(nr.WAITID, _P_PID, child.pid, 0, flags, 0, what="wait for a stop")
+                awaited = True
+        if awaited:
+            signals.drop_child_signal(self.program, do, self.zero_time, self.child_signal)
+
+    def _identity(self, do: Sequence, process: Process) -> None:
+        program = self.program
+        for which, limit in enumerate(process.rlimits):
+            if limit != tuple(self.limits[which]):
+                do.call(nr.PRLIMIT64, 0, which, program.data(struct.pack("<QQ", *limit)), 0,
+                        what=f"limit {which}")
+        if process.subreaper:
+            do.call(nr.PRCTL, _PR_SET_CHILD_SUBREAPER, 1)
+        if process.thp_disabled:
+            do.call(nr.PRCTL, _PR_SET_THP_DISABLE, 1, 0, 0, 0)
+        if process.personality:
+            do.call(nr.PERSONALITY, process.personality)
+        for name, value in (
+            ("oom_score_adj", None if process.oom_score_adj is None else
+             str(process.oom_score_adj)),
+            ("coredump_filter", None if process.coredump_filter is None else
+             hex(process.coredump_filter)),
+        ):
+            if value is not None:
+                self._write_self(do, name, value)
+
+    def _write_self(self, do: Sequence, name: str, value: str) -> None:
+        opened = self.program.variable()
+        path = self.program.text(f"/proc/self/{name}")
+        do.call(nr.OPENAT, -100, path, 1, save=opened, what=f"open {name}")
+        do.call(nr.WRITE, opened, self.program.text(value), len(value), what=f"set {name}")
+        do.call(nr.CLOSE, opened)
+
+    # -- threads ------------------------------------------------------------------------------
+
+    def _thread(
+        self, do: Sequence, process: Process, thread: Thread, local: tuple[int, int] | None
+    ) -> None:
+        program = self.program
+        leader = thread is process.threads[0]
+        do.call(nr.PRCTL, _PR_SET_NAME, program.text(thread.comm[:15]))
+        if thread.robust_list[0]:
+            do.call(nr.SET_ROBUST_LIST, *thread.robust_list, what="robust list")
+        do.call(nr.SET_TID_ADDRESS, thread.clear_child_tid)
+        do.call(nr.ARCH_PRCTL, _ARCH_SET_FS, thread.registers.fs_base)
+        do.call(nr.ARCH_PRCTL, _ARCH_SET_GS, thread.registers.gs_base)
+        for address, content in thread.memory:
+            do.copy(address, program.data(content), len(content))
+        if thread.nice != self.nice:
+            do.call(nr.SETPRIORITY, 0, 0, thread.nice, what="nice")
+        if thread.affinity is not None:
+            do.call(nr.SCHED_SETAFFINITY, 0, len(thread.affinity), program.data(thread.affinity))
+        if thread.timer_slack != _DEFAULT_TIMER_SLACK:
+            do.call(nr.PRCTL, _PR_SET_TIMERSLACK, thread.timer_slack)
+        credentials.restore(program, do, thread.credentials)
+        if thread.pdeathsig:
+            do.call(nr.PRCTL, boot.PR_SET_PDEATHSIG, thread.pdeathsig)
+        signals.restore_pending(program, do, process, thread)
+        if local is None:
+            do.barrier(_READY, self.running + 1)
+        else:
+            do.barrier(local[0], len(process.threads))
+        if leader:
+            # every thread has changed its credentials by now, and each change cleared this
+            do.call(nr.PRCTL, _PR_SET_DUMPABLE, 1 if process.dumpable == 1 else 0)
+            timers.create(program, do, process)
+        if local is None:
+            do.barrier(_GO, self.running + 1)
+        else:
+            if leader:
+                do.call(nr.KILL, process.pid, process.stopped)
+            do.barrier(local[1], len(process.threads))
+        if leader:
+            timers.start(program, do, process)
+        if thread.rseq.address:
+            do.call(nr.RSEQ, thread.rseq.address, thread.rseq.size, 0, thread.rseq.signature,
+                    what="rseq")
+        do.resume(self._frame_at[process.pid, thread.tid], FRAMES, Ref(0), program.length)

@@ -1,0 +1,78 @@
+"""A template: the frozen process that holds one checkpoint's memory, and the program beside it.
+
+Blank templates come from the seed; `checkpoint.take` fills one.  It stays frozen from then on:
+only its door runs, cloning trees that share the memory copy-on-write.  Closing a template frees
+what no restored tree still uses; PID 1 of a restored tree shares the address space, so the
+template first unmaps its stash, or a deleted checkpoint would live as long as that tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from dataclasses import dataclass
+
+from ..linux import numbers as nr
+from ..linux import pidfd
+from .peer import Peer, PeerGone, ProgramFailed
+from .records import OURS_END, SLOTS, STASH, Program, Sealed, Var
+
+_FIRST_SLOT = 1  # slot 0 is the template's own
+
+
+@dataclass
+class Stats:
+    """What a checkpoint cost; times in milliseconds."""
+
+    pause_ms: float = 0.0
+    total_ms: float = 0.0
+    dirty_bytes: int = 0
+    processes: int = 0
+
+
+class Template:
+    """Memory and program of one checkpoint. Thread-safe."""
+
+    def __init__(self, peer: Peer, door: Peer, task: int, door_task: int, pid: int) -> None:
+        self.peer = peer
+        self.door = door
+        self.pid_outside = pid
+        self.memory_bytes = 0
+        self.stats = Stats()
+        self.sealed: Sealed | None = None
+        self.pid: Var | None = None
+        self.externals: list[str] = []  # keys of the pipes a restore must bring
+        self._task = task
+        self._door_task = door_task
+        self._lock = threading.Lock()
+        self._slots = set(range(_FIRST_SLOT, SLOTS // 2))
+        self._closed = False
+
+    def take_slot(self) -> int:
+        """A place in the template's address space for one restore's control memory."""
+        with self._lock:
+            if not self._slots:
+                raise OSError(11, "too many live trees restored from one checkpoint")
+            return self._slots.pop()
+
+    def give_slot(self, slot: int) -> None:
+        with self._lock:
+            self._slots.add(slot)
+
+    def close(self) -> None:
+        """Free the memory and end the two tasks. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        program = Program()
+        program.root.call(nr.MUNMAP, STASH, OURS_END - STASH)
+        with contextlib.suppress(ProgramFailed, PeerGone, OSError):
+            self.peer.run(program.seal(), 0)
+        for peer, task in ((self.door, self._door_task), (self.peer, self._task)):
+            peer.close()
+            with contextlib.suppress(ProcessLookupError):
+                pidfd.send_signal(task, 9)
+            pidfd.reap(task)
+            os.close(task)

@@ -1,0 +1,284 @@
+"""A program that a caller holds by its standard streams, and how a checkpoint keeps it.
+
+A handle is what `run`, `spawn` and `shell` leave in a sandbox: a pid, three pipes (a fourth for a
+shell) and whatever a caller has not fetched yet. Its number is unique in the tree of sandboxes and
+never used again, so it means the same program in a sandbox, in what a rollback makes of it and in
+every fork; `Sandbox.counterpart` needs nothing else.
+
+`save` freezes a handle into a `SavedHandle` (references to immutable bytes, no copies of large
+buffers), `restored` makes a new handle of one with new pipes. The engine is told which pipe is
+which by the key `"<number>/<stream>"`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from .streams import Kept, Pump, Reader, SavedReader, SavedWriter, Unread, Writer
+
+RUN: Final = "run"
+PROCESS: Final = "process"
+SHELL: Final = "shell"
+
+CONTROL: Final = "control"
+"""The stream on which a shell reports the end of each command (its fd 3)."""
+
+FDS: Final = {"stdin": 0, "stdout": 1, "stderr": 2, CONTROL: 3}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that a shell is working on. `call` is the caller that waits for it."""
+
+    number: int
+    call: int
+    line: bytes
+    before: frozenset[int] = frozenset()
+    sent: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended, with its output, for the caller that waits for it."""
+
+    call: int
+    status: int
+    stdout: bytes
+    stderr: bytes
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class SavedHandle:
+    """A handle as a checkpoint keeps it."""
+
+    number: int
+    kind: str
+    pid: int
+    label: str
+    status: int | None
+    call: int
+    discard: bool
+    stdin: SavedWriter | None
+    readers: tuple[SavedReader, ...]
+    command: Command | None
+    results: tuple[tuple[int, Done], ...]
+
+
+class Handle:
+    """One program with its pipes. All access with the sandbox's lock held."""
+
+    def __init__(
+        self,
+        number: int,
+        kind: str,
+        label: str,
+        *,
+        pump: Pump,
+        changed: threading.Condition,
+        in_flight: Callable[[int], bool],
+        stdin: bool,
+    ) -> None:
+        self.number = number
+        self.kind = kind
+        self.label = label
+        self.pid = 0
+        self.status: int | None = None
+        self.call = 0
+        self.discard = False
+        self.command: Command | None = None
+        self.results: dict[int, Done] = {}
+        self.stdin = Writer(pump=pump, changed=changed) if stdin else None
+        self.readers: dict[str, Reader] = {}
+        self._in_flight = in_flight
+        for name in ("stdout", "stderr"):
+            buffer: Kept | Unread = Unread() if kind == PROCESS else Kept()
+            self.readers[name] = Reader(name, buffer, pump=pump, changed=changed)
+        if kind == SHELL:
+            self.readers[CONTROL] = Reader(
+                CONTROL, Unread(), pump=pump, changed=changed, after=self._after_control
+            )
+
+    # -- pipes -----------------------------------------------------------------------------
+
+    def open(self, owner: int) -> dict[int, int]:
+        """Make all pipes: fd inside -> the program's end. The caller closes these ends."""
+        ends: dict[int, int] = {}
+        try:
+            if self.stdin is not None:
+                ends[0] = self.stdin.open(owner)
+            for name, reader in self.readers.items():
+                ends[FDS[name]] = reader.open(owner)
+        except BaseException:
+            for fd in ends.values():
+                os.close(fd)
+            self.close()
+            raise
+        return ends
+
+    def externals(self) -> Iterator[tuple[int, str]]:
+        """The pipes that are still open: inode number and key."""
+        if self.stdin is not None and self.stdin.inode:
+            yield self.stdin.inode, f"{self.number}/stdin"
+        for name, reader in self.readers.items():
+            if not reader.eof:
+                yield reader.inode, f"{self.number}/{name}"
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more can come of it: exited, and every stream is at its end."""
+        return self.status is not None and all(r.eof for r in self.readers.values())
+
+    def drain(self) -> None:
+        """Read what the pipes hold now, the shell's reports last."""
+        for reader in self.readers.values():
+            reader.drain()
+        if self.kind == SHELL:
+            self._after_control()
+
+    def close(self) -> None:
+        """Close our ends of all pipes."""
+        if self.stdin is not None:
+            self.stdin.close()
+        for reader in self.readers.values():
+            reader.close()
+
+    def abandon(self) -> None:
+        """Nobody will ask for this command's output: let it run, read and forget what it writes."""
+        self.discard = True
+        for name in ("stdout", "stderr"):
+            reader = self.readers[name]
+            reader.discard = True
+            reader.live = None
+            reader.buffer = Kept()
+            reader.resume()
+
+    # -- what happened ---------------------------------------------------------------------
+
+    def exited(self, status: int) -> None:
+        """Its process has ended with this exit code (negative: the signal)."""
+        if self.kind == SHELL:
+            self.drain()
+        else:
+            for name in ("stdout", "stderr"):
+                self.readers[name].drain()
+        self.status = status
+        if self.command is not None:
+            self._finish(self.command, status)
+
+    def _after_control(self) -> None:
+        buffer = self.readers[CONTROL].buffer
+        assert isinstance(buffer, Unread)
+        while (end := buffer.data.find(b"\n")) >= 0:
+            line = buffer.take(end + 1)
+            try:
+                number, status = map(int, line.split())
+            except ValueError:
+                continue  # a program wrote to the shell's fd 3
+            if self.command is not None and self.command.number == number:
+                self._finish(self.command, status)
+
+    def _finish(self, command: Command, status: int) -> None:
+        out, err = self.readers["stdout"], self.readers["stderr"]
+        out.drain()
+        err.drain()
+        assert isinstance(out.buffer, Kept) and isinstance(err.buffer, Kept)
+        stdout, cut_out = out.buffer.take()
+        stderr, cut_err = err.buffer.take()
+        self.command = None
+        if self._in_flight(command.call):
+            self.results[command.number] = Done(
+                command.call, status, stdout, stderr, cut_out or cut_err
+            )
+
+    # -- checkpoint and restore ------------------------------------------------------------
+
+    def save(self) -> SavedHandle:
+        """The handle as it is now."""
+        return SavedHandle(
+            number=self.number,
+            kind=self.kind,
+            pid=self.pid,
+            label=self.label,
+            status=self.status,
+            call=self.call,
+            discard=self.discard,
+            stdin=None if self.stdin is None else self.stdin.save(),
+            readers=tuple(reader.save() for reader in self.readers.values()),
+            command=self.command,
+            results=tuple(self.results.items()),
+        )
+
+
+def restored(
+    saved: SavedHandle,
+    *,
+    pump: Pump,
+    changed: threading.Condition,
+    in_flight: Callable[[int], bool],
+    resumed: Callable[[int], bool],
+    owner: int,
+    externals: dict[str, int],
+    shut: list[Writer],
+) -> Handle:
+    """A handle with new pipes in the state that was saved.
+
+    The programs' ends go into `externals`, for the engine. `resumed(call)` says whether the caller
+    that waited when the checkpoint was taken waits still (its call is in flight and goes on); it is
+    asked now, `in_flight` later. A standard input that had been closed gets a pipe all the same,
+    because the engine may have bytes to put back into it; its writer is added to `shut`, to be
+    closed once the engine is done.
+    """
+    handle = Handle(
+        saved.number,
+        saved.kind,
+        saved.label,
+        pump=pump,
+        changed=changed,
+        in_flight=in_flight,
+        stdin=saved.stdin is not None,
+    )
+    handle.pid = saved.pid
+    handle.status = saved.status
+    handle.call = saved.call
+    try:
+        for reader_state in saved.readers:
+            reader = handle.readers[reader_state.name]
+            if isinstance(reader.buffer, Kept):
+                reader.buffer = Kept(reader_state.chunks, truncated=reader_state.truncated)
+            else:
+                reader.buffer = Unread(reader_state.chunks)
+            if reader_state.live is not None:
+                reader.live = deque(reader_state.live)
+            if not reader_state.eof:
+                externals[f"{saved.number}/{reader_state.name}"] = reader.open(owner)
+        if handle.stdin is not None and saved.stdin is not None:
+            externals[f"{saved.number}/stdin"] = handle.stdin.open(owner)
+            handle.stdin.held = True
+            if saved.stdin.closed:
+                shut.append(handle.stdin)
+            else:
+                handle.stdin.waiting.extend(saved.stdin.chunks)
+                handle.stdin.size = sum(map(len, saved.stdin.chunks))
+                handle.stdin.closing = saved.stdin.closing
+    except BaseException:
+        handle.close()
+        raise
+    handle.results = {number: done for number, done in saved.results if resumed(done.call)}
+    command = saved.command
+    if command is not None and not command.sent and not resumed(command.call):
+        command = None
+    handle.command = command
+    if saved.discard or (saved.kind == RUN and not resumed(saved.call)):
+        handle.abandon()
+    return handle
+
+
+def sent(command: Command) -> Command:
+    """The same command, now on its way."""
+    return replace(command, sent=True)

@@ -1,0 +1,240 @@
+"""Checkpoint, rollback, fork, close: where the file half and the process half meet.
+
+Each of them ends in the old state or in the new one. The order that makes it so:
+
+- *checkpoint*: everything that can fail for lack of room is done or checked before the freeze; the
+  snapshot and the buffers are taken at the instant, while the programs are stopped; an error
+  before the node is recorded takes back what was made, and the programs run on as if nothing had
+  been.
+- *rollback*: the checkpoint is restored completely beside the running tree and waits at its
+  barrier. Only then the old tree is stopped (so that the two never run at the same time), the
+  handles are switched and the new tree is let go. What is left of the old one goes in the
+  background.
+- *fork*: the same without an old tree. All copies are built before any of them runs.
+- *close*: cannot fail; what goes wrong is logged and the next step done.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+from ..deltacr.engine import Live
+from ..deltafs import diff
+from ..deltafs.image import Layer, Snapshot
+from ..errors import CheckpointError, DeltaBoxError, ForkError, RollbackError
+from .box import Box, Saved
+from .budget import Budget
+from .handles import Handle
+from .trees import Node, Revived, Tree, close_handles
+
+log = logging.getLogger(__name__)
+
+Compare = Callable[[Snapshot, Snapshot, Path], Any]
+
+
+def checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[Tree]) -> Node:
+    """Take a checkpoint of one instant of the whole sandbox."""
+    with box.operating("take a checkpoint"):
+        return _checkpoint(box, name, budget=budget, trees=trees)
+
+
+def _checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[Tree]) -> Node:
+    tree = box.tree
+    started = time.perf_counter()
+    with tree.reserving(name):
+        budget.check(trees)
+        tree.image.presync()
+        snapshots: list[Snapshot] = []
+
+        def at_instant() -> Saved:
+            with box.changed:
+                saved = box.save()
+                snapshots.append(tree.image.snapshot(box.layer))
+                return saved
+
+        template = None
+        try:
+            with box.steady:
+                externals = box.hold()
+                try:
+                    template, saved = tree.engine.checkpoint(
+                        box.live, externals=externals, at_instant=at_instant
+                    )
+                finally:
+                    box.let_go()
+            budget.check(trees, extra=template.memory_bytes)
+        except BaseException as error:
+            if template is not None:
+                tree.background.submit(template.close)
+            for snapshot in snapshots:
+                tree.background.submit(tree.image.delete, snapshot)
+            if isinstance(error, DeltaBoxError) or not isinstance(error, Exception):
+                raise
+            log.exception("%s: checkpoint", box.number)
+            raise CheckpointError(f"no checkpoint was taken: {error}") from error
+        measured = template.stats
+        node = tree.add(
+            name=name,
+            parent=box.head,
+            snapshot=snapshots[0],
+            template=template,
+            saved=saved,
+            stats={
+                "pause_ms": measured.pause_ms,
+                "total_ms": (time.perf_counter() - started) * 1000,
+                "dirty_bytes": measured.dirty_bytes,
+                "processes": measured.processes,
+            },
+        )
+    box.head = node.number
+    tree.background.submit(tree.stock, node)
+    return node
+
+
+def rollback(box: Box, reference: str, *, budget: Budget) -> None:
+    """Put the sandbox back into the state of a checkpoint."""
+    tree = box.tree
+    with box.operating("roll back"), tree.pinned(reference) as node:
+        try:
+            new = tree.revive(box, node)
+        except DeltaBoxError:
+            raise
+        except Exception as error:
+            log.exception("%s: rollback", box.number)
+            raise RollbackError(f"nothing was rolled back: {error}") from error
+        with box.steady:
+            old_live, old_layer, old_handles = box.live, box.layer, box.handles
+            try:
+                old_live.stop()
+            except Exception as error:
+                tree.forsake(box, new)
+                raise RollbackError(f"nothing was rolled back: {error}") from error
+            with box.changed:
+                box.switch(new.live, new.layer, new.handles, node.saved)
+            new.live.release()
+        box.head = node.number
+        box.let_go()
+        tree.background.submit(tree.stock, node)
+        tree.background.submit(_dispose, box, old_live, old_layer, old_handles)
+
+
+def _dispose(box: Box, live: Live, layer: Layer, handles: dict[int, Handle]) -> None:
+    close_handles(box, handles)
+    try:
+        live.end()
+    finally:
+        box.tree.image.delete(layer)
+
+
+def fork(
+    box: Box,
+    count: int,
+    reference: str | None,
+    *,
+    budget: Budget,
+    trees: Iterable[Tree],
+    executor: Executor,
+) -> list[Box]:
+    """Live copies of a checkpoint, or of the present state (which becomes a checkpoint)."""
+    tree = box.tree
+    with box.operating("fork"):
+        if reference is None:
+            reference = _checkpoint(box, None, budget=budget, trees=trees).number
+        budget.check_host()
+        with tree.pinned(reference) as node:
+            copies = [tree.new_box(node.number) for _ in range(count)]
+            futures = [executor.submit(tree.revive, copy, node) for copy in copies]
+            revived: list[tuple[Box, Revived]] = []
+            errors: list[BaseException] = []
+            for copy, future in zip(copies, futures, strict=True):
+                error = future.exception()
+                if error is None:
+                    revived.append((copy, future.result()))
+                else:
+                    errors.append(error)
+            if errors:
+                for copy, new in revived:
+                    tree.forsake(copy, new)
+                if isinstance(errors[0], DeltaBoxError):
+                    raise _as_fork_error(errors[0]) from errors[0]
+                log.error("%s: fork", box.number, exc_info=errors[0])
+                raise ForkError(f"nothing was forked: {errors[0]}") from errors[0]
+            for copy, new in revived:
+                with copy.changed:
+                    copy.switch(new.live, new.layer, new.handles, node.saved)
+                tree.adopt(copy)
+            for copy, new in revived:
+                new.live.release()
+                copy.let_go()
+            tree.background.submit(tree.stock, node)
+            return copies
+
+
+def _as_fork_error(error: DeltaBoxError) -> DeltaBoxError:
+    if isinstance(error, RollbackError):
+        return ForkError(f"nothing was forked: {error}", **error.attributes)
+    return error
+
+
+def close(box: Box) -> bool:
+    """End a sandbox; whether its tree went with it. Closing twice is no error."""
+    box.shut()
+    with box._operation:
+        if box.closed:
+            return False
+        box.closed = True
+        steps: list[Callable[[], Any]] = []
+        with box.steady:
+            with box.changed:
+                box.unwatch()
+                handles, box.handles = box.handles, {}
+            steps = [
+                lambda: close_handles(box, handles),
+                box.live.end,
+                lambda: box.tree.image.delete(box.layer),
+            ]
+            for step in steps:
+                try:
+                    step()
+                except Exception:
+                    log.exception("closing %s", box.number)
+    last = box.tree.remove(box)
+    if last:
+        box.tree.close()
+    return last
+
+
+def changes(box: Box, old: str, new: str | None, compare: Compare) -> Any:
+    """Compare a checkpoint's files with another's, or with the present ones."""
+    tree = box.tree
+    with tree.pinned(old) as before:
+        if new is not None:
+            with tree.pinned(new) as after:
+                return compare(before.snapshot, after.snapshot, tree.base)
+        with box.operating("compare"):
+            tree.image.presync()
+            present = tree.image.snapshot(box.layer)
+        try:
+            return compare(before.snapshot, present, tree.base)
+        finally:
+            tree.background.submit(tree.image.delete, present)
+
+
+def changed_files(tree: Tree, reference: str) -> int:
+    """How many files differ between a checkpoint and its parent (counted once)."""
+    with tree.pinned(reference) as node:
+        if node.changed_files is None:
+            before: Layer | Snapshot = tree.origin
+            if node.parent is not None:
+                with tree.pinned(node.parent) as parent:
+                    node.changed_files = len(
+                        diff.diff(parent.snapshot, node.snapshot, tree.base)
+                    )
+            else:
+                node.changed_files = len(diff.diff(before, node.snapshot, tree.base))
+        return node.changed_files

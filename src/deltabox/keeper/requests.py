@@ -1,0 +1,346 @@
+"""What a caller can ask for: one method for each request, the arguments as in the message.
+
+A method gets the connection it came over and plain arguments, and returns what can be sent back.
+It translates and nothing else: the work is in `operations` (checkpoint, rollback, fork, close),
+`commands` (programs and streams) and `deltafs`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ..deltacr.engine import Engine
+from ..deltafs import diff
+from ..deltafs.inside import Inside
+from ..deltafs.root import DEFAULT_HIDE
+from ..errors import NoSpace, SandboxClosed
+from . import commands, operations
+from .box import Box
+from .budget import Budget
+from .journal import Journal
+from .streams import Pump
+from .trees import Tree
+
+if TYPE_CHECKING:
+    from .server import Connection
+
+log = logging.getLogger(__name__)
+
+FIRST_UID: Final = 0x60000000
+"""Host uids of the first tree; each has 65536 of its own. No distribution hands these out."""
+TREES: Final = 4096
+
+
+class Requests:
+    """The state of one keeper, and everything that can be asked of it."""
+
+    def __init__(self, *, directory: Path, engine: Engine, pump: Pump, journal: Journal) -> None:
+        self.directory = directory
+        self.engine = engine
+        self.pump = pump
+        self.journal = journal
+        self.budget = Budget(directory, max_memory=_limit("MEMORY"), max_disk=_limit("DISK"))
+        self.boxes: dict[str, Box] = {}
+        self.trees: dict[int, Tree] = {}
+        self.lock = threading.Lock()
+        self.executor = ThreadPoolExecutor(16, thread_name_prefix="fork")
+
+    def handler(self, op: str) -> Callable[..., Any]:
+        """The method for a request."""
+        method: Callable[..., Any] | None = getattr(self, f"do_{op}", None)
+        if method is None:
+            raise ValueError(f"there is no request {op!r}")
+        return method
+
+    def box(self, number: str) -> Box:
+        box = self.boxes.get(number)
+        if box is None:
+            raise SandboxClosed("the sandbox is closed")
+        return box
+
+    def all_trees(self) -> list[Tree]:
+        with self.lock:
+            return list(self.trees.values())
+
+    # -- sandboxes ---------------------------------------------------------------------------
+
+    def do_create(
+        self,
+        connection: Connection,
+        *,
+        base: str,
+        hide: list[str] | None,
+        memory_limit: int | None,
+        pids_limit: int | None,
+        disk_limit: int | None,
+        network: str,
+        max_memory: int | None,
+        max_disk: int | None,
+    ) -> dict[str, Any]:
+        self.budget.change(max_memory=max_memory, max_disk=max_disk)
+        self.budget.check(self.all_trees())
+        path = Path(base)
+        if not path.is_dir():
+            raise ValueError(f"the base {base!r} is not a directory")
+        hidden = list(hide) if hide is not None else list(DEFAULT_HIDE) if base == "/" else []
+        state = self.directory.resolve()
+        if state.is_relative_to(path.resolve()):
+            hidden.append("/" + str(state.relative_to(path.resolve())))
+        with self.lock:
+            place = next((n for n in range(TREES) if n not in self.trees), None)
+            if place is None:
+                raise NoSpace(f"there are {TREES} sandboxes already")
+            self.trees[place] = None  # type: ignore[assignment]
+        name = f"t{secrets.token_hex(4)}"
+        directory = self.directory / "trees" / name
+        try:
+            self.journal.made("tree", str(directory))
+            directory.mkdir(parents=True)
+            tree = Tree(
+                engine=self.engine,
+                pump=self.pump,
+                name=name,
+                directory=directory,
+                first_uid=FIRST_UID + place * 65536,
+                base=path,
+                hide=hidden,
+                memory_limit=memory_limit,
+                pids_limit=pids_limit,
+                disk_limit=min(self.budget.max_disk, disk_limit or self.budget.max_disk),
+                network=network,
+            )
+            try:
+                box = tree.boot()
+            except BaseException:
+                tree.close()
+                raise
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            self.journal.gone("tree", str(directory))
+            with self.lock:
+                del self.trees[place]
+            raise
+        with self.lock:
+            self.trees[place] = tree
+        tree.place = place
+        self._enter(connection, box)
+        return box.describe()
+
+    def _enter(self, connection: Connection, box: Box) -> None:
+        with self.lock:
+            self.boxes[box.number] = box
+        connection.session.boxes.add(box.number)
+        connection.unclaimed.append(box.number)
+
+    def do_close(self, connection: Connection, *, box: str) -> None:
+        self.close(box)
+        connection.session.boxes.discard(box)
+
+    def close(self, number: str) -> None:
+        """End a sandbox; fine if it is gone already."""
+        box = self.boxes.get(number)
+        if box is None:
+            return
+        last = operations.close(box)
+        with self.lock:
+            self.boxes.pop(number, None)
+            if last:
+                self.trees.pop(box.tree.place, None)
+        if last:
+            self.journal.gone("tree", str(box.tree.directory))
+
+    def do_fork(
+        self, connection: Connection, *, box: str, count: int, at: str | None
+    ) -> list[dict[str, Any]]:
+        copies = operations.fork(
+            self.box(box),
+            count,
+            at,
+            budget=self.budget,
+            trees=self.all_trees(),
+            executor=self.executor,
+        )
+        for copy in copies:
+            self._enter(connection, copy)
+        return [copy.describe() for copy in copies]
+
+    def do_processes(self, connection: Connection, *, box: str) -> list[dict[str, Any]]:
+        found = self.box(box)
+        with found.steady:
+            with found.changed:
+                found.check_open()
+                live = found.live
+            return [_process(info) for info in live.processes()]
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def do_checkpoint(
+        self, connection: Connection, *, box: str, name: str | None
+    ) -> dict[str, Any]:
+        node = operations.checkpoint(
+            self.box(box), name, budget=self.budget, trees=self.all_trees()
+        )
+        return node.describe() | {"stats": node.stats}
+
+    def do_rollback(self, connection: Connection, *, box: str, to: str) -> None:
+        operations.rollback(self.box(box), to, budget=self.budget)
+
+    def do_delete(self, connection: Connection, *, box: str, which: str) -> None:
+        found = self.box(box)
+        with found.changed:
+            found.check_closed()
+        found.tree.delete(which)
+
+    def do_node(self, connection: Connection, *, box: str, which: str) -> dict[str, Any]:
+        tree = self.box(box).tree
+        with tree.lock:
+            return tree.find(which).describe()
+
+    def do_nodes(self, connection: Connection, *, box: str) -> dict[str, Any]:
+        found = self.box(box)
+        with found.changed:
+            found.check_closed()
+        tree = found.tree
+        with tree.lock:
+            return {
+                "head": found.head,
+                "nodes": [node.describe() for node in tree.nodes.values()],
+            }
+
+    def do_stats(self, connection: Connection, *, box: str, which: str) -> dict[str, Any]:
+        tree = self.box(box).tree
+        with tree.lock:
+            stats = dict(tree.find(which).stats)
+        return stats | {"changed_files": operations.changed_files(tree, which)}
+
+    def do_diff(
+        self, connection: Connection, *, box: str, old: str, new: str | None
+    ) -> list[dict[str, Any]]:
+        found = operations.changes(self.box(box), old, new, diff.diff)
+        return [asdict(change) for change in found]
+
+    def do_patch(
+        self, connection: Connection, *, box: str, old: str, new: str | None, under: str
+    ) -> str:
+        def compare(before: Any, after: Any, base: Path) -> str:
+            return diff.patch(before, after, base, under)
+
+        text: str = operations.changes(self.box(box), old, new, compare)
+        return text
+
+    # -- programs ----------------------------------------------------------------------------
+
+    def do_run(self, connection: Connection, *, box: str, **options: Any) -> dict[str, Any]:
+        found = self.box(box)
+        return commands.run(
+            found,
+            attach=connection.attaching(found),
+            event=lambda data: connection.channel.send({"event": "stdout", "data": data}),
+            **options,
+        )
+
+    def do_spawn(self, connection: Connection, *, box: str, **options: Any) -> dict[str, Any]:
+        return commands.spawn(self.box(box), **options)
+
+    def do_shell(self, connection: Connection, *, box: str, **options: Any) -> dict[str, Any]:
+        return commands.open_shell(self.box(box), **options)
+
+    def do_shell_run(
+        self, connection: Connection, *, box: str, handle: int, **options: Any
+    ) -> dict[str, Any]:
+        found = self.box(box)
+        return commands.shell_run(found, handle, attach=connection.attaching(found), **options)
+
+    def do_read(self, connection: Connection, *, box: str, handle: int, **options: Any) -> bytes:
+        found = self.box(box)
+        return commands.read(found, handle, attach=connection.attaching(found), **options)
+
+    def do_write(self, connection: Connection, *, box: str, handle: int, data: bytes) -> None:
+        found = self.box(box)
+        commands.write(found, handle, data=data, attach=connection.attaching(found))
+
+    def do_close_stdin(self, connection: Connection, *, box: str, handle: int) -> None:
+        commands.close_stdin(self.box(box), handle)
+
+    def do_wait(
+        self, connection: Connection, *, box: str, handle: int, timeout: float | None
+    ) -> int:
+        found = self.box(box)
+        return commands.wait(found, handle, timeout=timeout, attach=connection.attaching(found))
+
+    def do_poll(self, connection: Connection, *, box: str, handle: int) -> int | None:
+        return commands.poll(self.box(box), handle)
+
+    def do_kill(self, connection: Connection, *, box: str, handle: int, signal: int) -> None:
+        self.box(box).kill(handle, signal)
+
+    # -- files -------------------------------------------------------------------------------
+
+    def _files(self, box: str, work: Callable[[Inside], Any]) -> Any:
+        return commands.with_files(self.box(box), work)
+
+    def do_file_read(self, connection: Connection, *, box: str, path: str) -> bytes:
+        data: bytes = self._files(box, lambda inside: inside.read(path))
+        return data
+
+    def do_file_write(
+        self, connection: Connection, *, box: str, path: str, data: bytes, mode: int | None
+    ) -> None:
+        self._files(box, lambda inside: inside.write(path, data, mode))
+
+    def do_file_list(self, connection: Connection, *, box: str, path: str) -> list[str]:
+        names: list[str] = self._files(box, lambda inside: inside.list(path))
+        return names
+
+    def do_file_stat(self, connection: Connection, *, box: str, path: str) -> dict[str, Any]:
+        return asdict(self._files(box, lambda inside: inside.stat(path)))
+
+    def do_file_exists(self, connection: Connection, *, box: str, path: str) -> bool:
+        return bool(self._files(box, lambda inside: inside.exists(path)))
+
+    def do_file_mkdir(
+        self, connection: Connection, *, box: str, path: str, parents: bool
+    ) -> None:
+        self._files(box, lambda inside: inside.mkdir(path, parents=parents))
+
+    def do_file_remove(
+        self, connection: Connection, *, box: str, path: str, recursive: bool
+    ) -> None:
+        self._files(box, lambda inside: inside.remove(path, recursive=recursive))
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def close_all(self) -> None:
+        """End every sandbox."""
+        for number in list(self.boxes):
+            try:
+                self.close(number)
+            except Exception:
+                log.exception("closing %s", number)
+        self.executor.shutdown()
+
+
+def _limit(what: str) -> int | None:
+    text = os.environ.get(f"DELTABOX_MAX_{what}")
+    return int(text) if text and text.isdigit() else None
+
+
+def _process(info: Any) -> dict[str, Any]:
+    return {
+        "pid": info.pid,
+        "ppid": info.ppid,
+        "pgid": info.pgid,
+        "sid": info.sid,
+        "state": info.state,
+        "cmdline": list(info.cmdline),
+        "cwd": info.cwd,
+    }

@@ -1,0 +1,412 @@
+"""A tree of sandboxes: everything that shares one history.
+
+A sandbox, its checkpoints, the forks made of them and theirs form one tree. It owns what they
+share: the btrfs image, the range of host uids with its user namespace, the clone of the base, the
+checkpoints and their names. Any sandbox of the tree may go back to any checkpoint of it. The tree
+ends with its last sandbox.
+
+`Tree.lock` guards the dictionaries here and nothing that takes time; it is never held while a
+sandbox's lock is taken. A checkpoint that somebody works with is *pinned*: deleting it takes it out
+of sight at once, and its memory and files go when the last pin does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..deltacr.engine import Engine, Live, Template
+from ..deltafs import root
+from ..deltafs.image import Image, Layer, Snapshot
+from ..errors import UnknownCheckpoint
+from .background import Background
+from .box import Box, Saved
+from .handles import Handle
+from .streams import Pump, Writer
+
+log = logging.getLogger(__name__)
+
+SPARES = 16
+"""Spare layers kept in one tree; the oldest go first."""
+
+
+@dataclass(frozen=True)
+class Spare:
+    """A writable copy of a checkpoint's files, mounted (detached) and waiting to be used."""
+
+    layer: Layer
+    mount: int
+
+
+@dataclass
+class Node:
+    """A checkpoint. Changed only with the tree's lock held, `spare` with its own."""
+
+    number: str
+    name: str | None
+    parent: str | None
+    created_at: float
+    snapshot: Snapshot
+    template: Template
+    saved: Saved
+    stats: dict[str, Any]
+    children: list[str] = field(default_factory=list)
+    pins: int = 0
+    deleted: bool = False
+    spare: Spare | None = None
+    spare_lock: threading.Lock = field(default_factory=threading.Lock)
+    changed_files: int | None = None
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "id": self.number,
+            "name": self.name,
+            "parent": self.parent,
+            "children": list(self.children),
+            "created_at": self.created_at,
+        }
+
+
+@dataclass(frozen=True)
+class Revived:
+    """A restored tree of processes that waits to be let go, with its files and handles."""
+
+    live: Live
+    layer: Layer
+    handles: dict[int, Handle]
+
+
+class Tree:
+    """See the module."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        pump: Pump,
+        name: str,
+        directory: Path,
+        first_uid: int,
+        base: Path,
+        hide: Sequence[str],
+        memory_limit: int | None,
+        pids_limit: int | None,
+        disk_limit: int,
+        network: str,
+    ) -> None:
+        self.name = name
+        self.base = base
+        self.hide = tuple(hide)
+        self.directory = directory
+        self.first_uid = first_uid
+        self.pump = pump
+        self.lock = threading.Lock()
+        self.nodes: dict[str, Node] = {}
+        self.names: dict[str, str | None] = {}
+        self.boxes: dict[str, Box] = {}
+        self.touched = False
+        self._numbers = itertools.count(1)
+        self._spare_order: list[Node] = []
+        with ExitStack() as undo:
+            self.image = Image.create(directory, name=name, size_limit=disk_limit)
+            undo.callback(self.image.close)
+            self.engine = engine.open_tree(
+                name,
+                first_uid=first_uid,
+                memory_limit=memory_limit,
+                pids_limit=pids_limit,
+                network=network,
+            )
+            undo.callback(self.engine.close)
+            self.owner = self.engine.owner
+            self.base_fd = root.base_mount(base, self.engine.userns)
+            undo.callback(os.close, self.base_fd)
+            self.background = Background(name, idle=self._idle)
+            undo.pop_all()
+
+    def next_number(self) -> int:
+        """A number that is used once in this tree: for handles, calls and commands."""
+        return next(self._numbers)
+
+    # -- sandboxes ---------------------------------------------------------------------------
+
+    def boot(self) -> Box:
+        """The tree's first sandbox: fresh files, nothing but PID 1 running."""
+        box = Box(self, self._box_number(), head=None, pump=self.pump)
+        with ExitStack() as undo:
+            layer = self.image.blank()
+            undo.callback(self.image.delete, layer)
+            root.skeleton(layer, self.base, self.hide)
+            mount = root.root_mount(self.base_fd, layer, self.engine.userns, self.owner)
+            try:
+                box.live = self.engine.boot(
+                    box=f"{box.number}.0", root_mount=mount, hostname="sandbox"
+                )
+            finally:
+                os.close(mount)
+            undo.callback(box.live.end)
+            box.layer = layer
+            box.watch()
+            with self.lock:
+                self.boxes[box.number] = box
+            undo.pop_all()
+        return box
+
+    def _box_number(self) -> str:
+        return f"{self.name}-{self.next_number()}"
+
+    def new_box(self, head: str) -> Box:
+        """A sandbox that is still empty, for a fork."""
+        return Box(self, self._box_number(), head=head, pump=self.pump)
+
+    def adopt(self, box: Box) -> None:
+        """Make a fork one of the tree's sandboxes."""
+        with self.lock:
+            self.boxes[box.number] = box
+
+    def remove(self, box: Box) -> bool:
+        """Take a closed sandbox out; whether it was the last one."""
+        with self.lock:
+            self.boxes.pop(box.number, None)
+            return not self.boxes
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    @contextmanager
+    def reserving(self, name: str | None) -> Iterator[None]:
+        """Hold a name for a checkpoint that is being taken; free it again on an error."""
+        if name is None:
+            yield
+            return
+        with self.lock:
+            if name in self.names or name in self.nodes:
+                raise ValueError(f"there is a checkpoint named {name!r} in this tree already")
+            self.names[name] = None
+        try:
+            yield
+        except BaseException:
+            with self.lock:
+                del self.names[name]
+            raise
+
+    def add(
+        self,
+        *,
+        name: str | None,
+        parent: str | None,
+        snapshot: Snapshot,
+        template: Template,
+        saved: Saved,
+        stats: dict[str, Any],
+    ) -> Node:
+        """Record a checkpoint that has been taken (its name is reserved)."""
+        node = Node(
+            number=uuid.uuid4().hex[:12],
+            name=name,
+            parent=parent,
+            created_at=time.time(),
+            snapshot=snapshot,
+            template=template,
+            saved=saved,
+            stats=stats,
+        )
+        with self.lock:
+            self.nodes[node.number] = node
+            if name is not None:
+                self.names[name] = node.number
+            if parent in self.nodes:
+                self.nodes[parent].children.append(node.number)
+            else:
+                node.parent = None
+        return node
+
+    def find(self, reference: str) -> Node:
+        """The checkpoint of this id or name. The lock is held."""
+        node = self.nodes.get(reference)
+        if node is None:
+            number = self.names.get(reference)
+            node = None if number is None else self.nodes.get(number)
+        if node is None:
+            raise UnknownCheckpoint(f"there is no checkpoint {reference!r} in this sandbox's tree")
+        return node
+
+    @contextmanager
+    def pinned(self, reference: str) -> Iterator[Node]:
+        """The checkpoint of this id or name; it does not go away within the block."""
+        with self.lock:
+            node = self.find(reference)
+            node.pins += 1
+        try:
+            yield node
+        finally:
+            with self.lock:
+                node.pins -= 1
+                last = node.deleted and not node.pins
+            if last:
+                self.background.submit(self._free, node)
+
+    def delete(self, reference: str) -> None:
+        """Delete a checkpoint; its children become children of its parent."""
+        with self.lock:
+            node = self.find(reference)
+            node.deleted = True
+            del self.nodes[node.number]
+            if node.name is not None:
+                del self.names[node.name]
+            parent = None if node.parent is None else self.nodes.get(node.parent)
+            if parent is not None:
+                at = parent.children.index(node.number)
+                parent.children[at : at + 1] = node.children
+            for child in node.children:
+                self.nodes[child].parent = node.parent
+            for box in self.boxes.values():
+                if box.head == node.number:
+                    box.head = node.parent
+            now = not node.pins
+        if now:
+            self.background.submit(self._free, node)
+
+    def _free(self, node: Node) -> None:
+        self._drop_spare(node)
+        node.template.close()
+        self.image.delete(node.snapshot)
+
+    # -- restoring ---------------------------------------------------------------------------
+
+    def make_spare(self, node: Node) -> Spare:
+        """A writable copy of the checkpoint's files, mounted."""
+        layer = self.image.writable(node.snapshot)
+        try:
+            mount = root.root_mount(self.base_fd, layer, self.engine.userns, self.owner)
+        except BaseException:
+            self.image.delete(layer)
+            raise
+        return Spare(layer, mount)
+
+    def discard_spare(self, spare: Spare) -> None:
+        os.close(spare.mount)
+        self.image.delete(spare.layer)
+
+    def stock(self, node: Node) -> None:
+        """Make the checkpoint's spare, if it has none (in the background)."""
+        with node.spare_lock:
+            if node.spare is not None or node.deleted:
+                return
+            node.spare = self.make_spare(node)
+        with self.lock:
+            self._spare_order = [n for n in self._spare_order if n is not node and n.spare]
+            self._spare_order.append(node)
+            surplus = self._spare_order[:-SPARES]
+        for other in surplus:
+            self._drop_spare(other)
+
+    def _drop_spare(self, node: Node) -> None:
+        with node.spare_lock:
+            spare, node.spare = node.spare, None
+        if spare is not None:
+            self.discard_spare(spare)
+
+    def take_spare(self, node: Node) -> Spare:
+        """The checkpoint's spare, made now if there is none."""
+        with node.spare_lock:
+            spare, node.spare = node.spare, None
+        return spare if spare is not None else self.make_spare(node)
+
+    def revive(self, box: Box, node: Node) -> Revived:
+        """Restore a checkpoint for a sandbox, up to the point where it only has to be let go."""
+        with ExitStack() as undo:
+            spare = self.take_spare(node)
+            undo.callback(self.discard_spare, spare)
+            externals: dict[str, int] = {}
+            shut: list[Writer] = []
+            with box.changed:
+                handles = box.rebuilt(node.saved, externals, shut)
+            undo.callback(close_handles, box, handles)
+            box.generation += 1
+            try:
+                live = self.engine.restore(
+                    node.template,
+                    box=f"{box.number}.{box.generation}",
+                    root_mount=spare.mount,
+                    externals=externals,
+                )
+            finally:
+                for fd in externals.values():
+                    os.close(fd)
+            with box.changed:
+                for writer in shut:
+                    writer.close()
+            undo.pop_all()
+        os.close(spare.mount)
+        return Revived(live, spare.layer, handles)
+
+    def forsake(self, box: Box, revived: Revived) -> None:
+        """Take back a revival that will not be used."""
+        close_handles(box, revived.handles)
+        revived.live.end()
+        self.image.delete(revived.layer)
+
+    # -- accounting and the end --------------------------------------------------------------
+
+    def memory_bytes(self) -> int:
+        """What the checkpoints' templates hold."""
+        with self.lock:
+            nodes = list(self.nodes.values())
+        return sum(node.template.memory_bytes for node in nodes)
+
+    def disk_bytes(self) -> int:
+        """What the image takes on the host's disk."""
+        return self.image.used_bytes()
+
+    def touch(self) -> None:
+        """A command has ended: write its files out while the caller is thinking."""
+        if not self.touched:
+            self.touched = True
+            self.background.submit(self._presync)
+
+    def _presync(self) -> None:
+        self.touched = False
+        self.image.presync()
+
+    def _idle(self) -> None:
+        self.image.maintain()
+
+    def close(self) -> None:
+        """Free everything. There is no sandbox left."""
+        steps: list[Callable[[], Any]] = [self.background.end]
+        with self.lock:
+            nodes = list(self.nodes.values())
+            self.nodes.clear()
+            self.names.clear()
+        for node in nodes:
+            if node.spare is not None:
+                steps.append(lambda fd=node.spare.mount: os.close(fd))  # type: ignore[misc]
+            steps.append(node.template.close)
+        steps += [
+            self.engine.close,
+            lambda: os.close(self.base_fd),
+            self.image.close,
+            lambda: shutil.rmtree(self.directory),
+        ]
+        for step in steps:
+            try:
+                step()
+            except Exception:
+                log.exception("closing tree %s", self.name)
+
+
+def close_handles(box: Box, handles: dict[int, Handle]) -> None:
+    """Close our ends of the pipes of handles that nobody uses (any more)."""
+    for handle in handles.values():
+        with box.changed:
+            handle.close()

@@ -1,0 +1,28 @@
+"""One door to the C library: a raw `syscall()` that raises `OSError`.
+
+Every module of this package calls the kernel by number, because glibc of the supported
+hosts wraps only some of the calls we need (clone3, mount_setattr, pidfd_getfd, ...).
+`use_errno` keeps errno per thread, so calls from many threads do not mix their errors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+libc = ctypes.CDLL(None, use_errno=True)
+_syscall = libc.syscall
+_syscall.restype = ctypes.c_long
+
+
+def syscall(number: int, *args: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
+    """Call the kernel; the result, or `OSError` with the kernel's errno.
+
+    Integers are passed as 64-bit values, bytes and ctypes buffers as pointers, `None` as NULL.
+    """
+    converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in args]
+    result: int = _syscall(ctypes.c_long(number), *converted)
+    if result == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result

@@ -1,0 +1,37 @@
+"""Namespaces: the flags of clone3(2), unshare(2) and setns(2)."""
+
+from __future__ import annotations
+
+from ._libc import syscall
+
+CLONE_VM = 0x100
+CLONE_FS = 0x200
+CLONE_FILES = 0x400
+CLONE_SIGHAND = 0x800
+CLONE_PIDFD = 0x1000
+CLONE_VFORK = 0x4000
+CLONE_PARENT = 0x8000
+CLONE_THREAD = 0x10000
+CLONE_NEWNS = 0x20000
+CLONE_SYSVSEM = 0x40000
+CLONE_CHILD_CLEARTID = 0x200000
+CLONE_NEWCGROUP = 0x2000000
+CLONE_NEWUTS = 0x4000000
+CLONE_NEWIPC = 0x8000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+CLONE_CLEAR_SIGHAND = 0x100000000
+CLONE_INTO_CGROUP = 0x200000000
+
+_UNSHARE = 272
+_SETNS = 308
+
+
+def unshare(flags: int) -> None:
+    syscall(_UNSHARE, flags)
+
+
+def setns(fd: int, kind: int) -> None:
+    """Move the calling thread into the namespace behind `fd`."""
+    syscall(_SETNS, fd, kind)

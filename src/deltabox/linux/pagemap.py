@@ -1,0 +1,85 @@
+"""Which pages of a process hold private data: /proc/PID/pagemap.
+
+PAGEMAP_SCAN (Linux 6.7, Documentation/admin-guide/mm/pagemap.rst) answers in ranges and inside the
+kernel; where it is missing the 8-byte entries are read and folded here, which is slower by a
+factor of about a hundred on large processes but gives the same answer.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import errno
+import fcntl
+import struct
+
+PAGE = 4096
+PAGEMAP_SCAN = 0xC0606610
+
+PAGE_IS_FILE = 1 << 2
+PAGE_IS_PRESENT = 1 << 3
+PAGE_IS_SWAPPED = 1 << 4
+PAGE_IS_PFNZERO = 1 << 5
+
+_ARGUMENT = struct.Struct("12Q")
+_REGIONS = 4096
+_REGION = struct.Struct("3Q")
+
+
+def private_pages(fd: int, start: int, end: int) -> list[tuple[int, int]]:
+    """Address ranges in [start, end) with anonymous pages of the process's own.
+
+    `fd` is an open /proc/PID/pagemap. Pages of files and the shared zero page are left out.
+    """
+    ranges: list[tuple[int, int]] = []
+    vector = ctypes.create_string_buffer(_REGIONS * _REGION.size)
+    position = start
+    while position < end:
+        argument = bytearray(
+            _ARGUMENT.pack(
+                _ARGUMENT.size,
+                0,
+                position,
+                end,
+                0,
+                ctypes.addressof(vector),
+                _REGIONS,
+                0,
+                PAGE_IS_FILE | PAGE_IS_PFNZERO,  # category_inverted
+                PAGE_IS_FILE | PAGE_IS_PFNZERO,  # category_mask
+                PAGE_IS_PRESENT | PAGE_IS_SWAPPED,  # category_anyof_mask
+                PAGE_IS_PRESENT | PAGE_IS_SWAPPED,  # return_mask
+            )
+        )
+        try:
+            got = fcntl.ioctl(fd, PAGEMAP_SCAN, argument)
+        except OSError as error:
+            if error.errno in (errno.ENOTTY, errno.EINVAL):
+                return _fold(fd, start, end)
+            raise
+        for low, high, _ in _REGION.iter_unpack(vector.raw[: got * _REGION.size]):
+            if ranges and ranges[-1][1] == low:
+                ranges[-1] = (ranges[-1][0], high)
+            else:
+                ranges.append((low, high))
+        position = _ARGUMENT.unpack(argument)[4]
+    return ranges
+
+
+def _fold(fd: int, start: int, end: int) -> list[tuple[int, int]]:
+    """The same from plain entries: bit 63 present, 62 swapped, 61 file page or shared."""
+    import os
+
+    ranges: list[tuple[int, int]] = []
+    chunk = 1 << 16
+    for first in range(start, end, chunk * PAGE):
+        count = min(chunk, (end - first) // PAGE)
+        entries = array.array("Q", os.pread(fd, count * 8, first // PAGE * 8))
+        for index, entry in enumerate(entries):
+            if entry >> 62 and not entry >> 61 & 1:
+                low = first + index * PAGE
+                if ranges and ranges[-1][1] == low:
+                    ranges[-1] = (ranges[-1][0], low + PAGE)
+                else:
+                    ranges.append((low, low + PAGE))
+    return ranges
