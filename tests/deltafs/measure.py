@@ -111,10 +111,11 @@ def main() -> None:
         for descriptor in (fd, base):
             os.close(descriptor)
         timed("close", image.close)
+    print(f"{'step':24}{'median':>9}{'p90':>9}{'first 20':>10}{'last 20':>9}   ms")
     for name, taken in times.items():
-        taken.sort()
-        p90 = taken[int(len(taken) * 0.9)]
-        print(f"{name:24}{statistics.median(taken):9.2f} ms   p90 {p90:9.2f}   ({len(taken)})")
+        young, old = statistics.median(taken[:20]), statistics.median(taken[-20:])
+        p90 = sorted(taken)[int(len(taken) * 0.9)]
+        print(f"{name:24}{statistics.median(taken):9.2f}{p90:9.2f}{young:10.2f}{old:9.2f}")
 
 
 if __name__ == "__main__":

@@ -259,17 +259,33 @@ def wild_base(top: Path) -> Path:
     return top
 
 
-@settings(
-    max_examples=60,
+UNHURRIED = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(seed=st.integers(0, 2**32), steps=st.lists(st.integers(0, 12), min_size=2, max_size=4))
+SEEDS = st.integers(0, 2**32)
+
+
+@settings(UNHURRIED, max_examples=80)
+@given(seed=SEEDS, steps=st.lists(st.integers(0, 12), min_size=2, max_size=4))
 def test_diff_is_what_two_walks_say(
-    boxes_over: Callable[[Path], Boxes],
-    tmp_path: Path,
-    seed: int,
-    steps: list[int],
+    boxes_over: Callable[[Path], Boxes], tmp_path: Path, seed: int, steps: list[int]
+) -> None:
+    compare_histories(boxes_over, tmp_path, seed, steps)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@settings(UNHURRIED, max_examples=1500)
+@given(seed=SEEDS, steps=st.lists(st.integers(0, 60), min_size=2, max_size=5))
+def test_diff_of_long_histories(
+    boxes_over: Callable[[Path], Boxes], tmp_path: Path, seed: int, steps: list[int]
+) -> None:
+    compare_histories(boxes_over, tmp_path, seed, steps)
+
+
+def compare_histories(
+    boxes_over: Callable[[Path], Boxes], tmp_path: Path, seed: int, steps: list[int]
 ) -> None:
     """Random histories with forks; every pair of states, in both directions."""
     base = tmp_path / "wild"

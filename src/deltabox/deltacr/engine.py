@@ -115,6 +115,9 @@ class Tree:
         self._lives: set[Live] = set()
         self._filled: weakref.WeakSet[Template] = weakref.WeakSet()
         self._blanks: deque[Template] = deque()
+        self._groups: deque[Path] = deque()
+        self._networks: deque[int] = deque()
+        self._group_count = 0
         self._lock = threading.Lock()
         self._refill_lock = threading.Lock()
         self._closed = False
@@ -135,10 +138,11 @@ class Tree:
                 self._join_legacy(controller)
             undo.pop_all()
         self._first = self._blank()
+        self._refill()
 
     # -- making ---------------------------------------------------------------------------------
 
-    def boot(self, *, box: str, root_mount: int, hostname: str) -> Live:
+    def boot(self, *, root_mount: int, hostname: str) -> Live:
         """A fresh tree with only PID 1. Raises RollbackError when it cannot be made."""
         world = boot.World(hostname.encode(), network=self.network)
         program = Program(*boot.FIRST_INPUTS)
@@ -148,22 +152,22 @@ class Tree:
         boot.answer_ready(program, init)
         boot.serve_for_ever(program, init)
         try:
-            return self._start(self._first, program.seal(), pid, box, root_mount, {})
+            return self._start(self._first, program.seal(), pid, root_mount, {})
         except (ProgramFailed, PeerGone, OSError) as error:
             raise DeltaBoxError(f"the sandbox's first process could not start: {error}") from error
 
     def restore(
-        self, template: Template, *, box: str, root_mount: int, externals: Mapping[str, int]
+        self, template: Template, *, root_mount: int, externals: Mapping[str, int]
     ) -> Live:
         """The checkpoint's tree, built and waiting at its barrier; `Live.release` lets it run."""
         if template.sealed is None or template.pid is None:
             raise RollbackError("the checkpoint holds no process state")
         try:
-            live = self._start(
-                template, template.sealed, template.pid, box, root_mount, externals
-            )
+            live = self._start(template, template.sealed, template.pid, root_mount, externals)
         except (ProgramFailed, PeerGone, OSError) as error:
             raise RollbackError(f"the tree could not be rebuilt: {error}") from error
+        finally:
+            self._refill()
         return live
 
     def checkpoint(
@@ -196,7 +200,9 @@ class Tree:
             self._blanks.clear()
         for template in [*blanks, self._first, *self._filled]:
             template.close()
-        os.close(self.userns)
+        for fd in [self.userns, *self._networks]:
+            os.close(fd)
+        self._networks.clear()
         self._remove_groups()
 
     # -- inner --------------------------------------------------------------------------------
@@ -206,22 +212,18 @@ class Tree:
         template: Template,
         sealed: Sealed,
         pid: Var,
-        box: str,
         root_mount: int,
         externals: Mapping[str, int],
     ) -> Live:
         """Run a program on a template's door; undone completely when anything in it fails."""
-        group = self.group / box
         with contextlib.ExitStack() as undo:
-            self.engine.on_made("cgroup", str(group))
-            undo.callback(self.engine.on_gone, "cgroup", str(group))
-            group.mkdir()
-            undo.callback(cgroup.remove, group)
-            os.chown(group / "cgroup.procs", self.owner, self.owner)
-            cgroup.set_limits(group, memory=self.memory_limit, pids=self.pids_limit, version=2)
+            group = self._take_group()
+            undo.callback(self._give_group, group)
             group_fd = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, group_fd)
             keep = undo.enter_context(contextlib.ExitStack())
+            network = self._take_network()
+            undo.callback(os.close, network)
             requests, inner_requests = pair()
             keep.callback(requests.close)
             reports, inner_reports = pair()
@@ -232,6 +234,7 @@ class Tree:
             fds |= {
                 "cgroup": group_fd,
                 "root": root_mount,
+                "network": network,
                 "requests": inner_requests.fileno(),
                 "reports": inner_reports.fileno(),
             }
@@ -252,12 +255,60 @@ class Tree:
             keep.pop_all()
             undo.pop_all()
             os.close(group_fd)
+            os.close(network)
         with self._lock:
             self._lives.add(live)
         return live
 
+    def _take_group(self) -> Path:
+        """An empty group for one process tree.
+
+        Groups are kept and used again: making or removing one waits for the kernel's RCU, several
+        milliseconds when it happens often.
+        """
+        with self._lock:
+            if self._groups:
+                return self._groups.popleft()
+        return self._new_group()
+
+    def _new_group(self) -> Path:
+        with self._lock:
+            self._group_count += 1
+            group = self.group / f"box-{self._group_count}"
+        self._made(group)
+        group.mkdir()
+        os.chown(group / "cgroup.procs", self.owner, self.owner)
+        cgroup.set_limits(group, memory=self.memory_limit, pids=self.pids_limit, version=2)
+        return group
+
+    def _take_network(self) -> int:
+        """A network namespace nobody has used (a descriptor of it)."""
+        with self._lock:
+            if self._networks:
+                return self._networks.popleft()
+        return self._new_network()
+
+    def _new_network(self) -> int:
+        if self.network == "host":
+            return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        slot = self._first.take_slot()
+        try:
+            run = self._first.door.run(_NETWORK, slot)
+            pid = run.variable(_NETWORK_PID)
+            task = os.pidfd_open(pid)
+            try:
+                return os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            finally:
+                _end_task(task)
+        finally:
+            self._first.give_slot(slot)
+
+    def _give_group(self, group: Path) -> None:
+        with self._lock:
+            self._groups.append(group)
+
     def _ended(self, live: Live, template: Template, slot: int) -> None:
-        self.engine.on_gone("cgroup", str(live.group))
+        self._give_group(live.group)
         template.give_slot(slot)
         with self._lock:
             self._lives.discard(live)
@@ -306,6 +357,12 @@ class Tree:
 
         def work() -> None:
             with self._refill_lock:
+                while not self._closed and len(self._groups) < _BLANKS:
+                    self._give_group(self._new_group())
+                while not self._closed and len(self._networks) < _BLANKS:
+                    network = self._new_network()
+                    with self._lock:
+                        self._networks.append(network)
                 while not self._closed and len(self._blanks) < _BLANKS:
                     try:
                         blank = self._blank()
@@ -315,7 +372,9 @@ class Tree:
                     with self._lock:
                         self._blanks.append(blank)
 
-        if len(self._blanks) < _BLANKS and not self._refill_lock.locked():
+        if self._closed or self._refill_lock.locked():
+            return
+        if min(len(self._blanks), len(self._groups), len(self._networks)) < _BLANKS:
             threading.Thread(target=work, name=f"blanks {self.name}", daemon=True).start()
 
     def _make_user_namespace(self) -> int:
@@ -355,10 +414,16 @@ class Tree:
             with contextlib.suppress(FileNotFoundError):
                 cgroup.remove(group)
             self.engine.on_gone("cgroup", str(group))
+        for number in range(1, self._group_count + 1):
+            self.engine.on_gone("cgroup", str(self.group / f"box-{number}"))
         for group in self._legacy:
             # the engine's own group in that hierarchy goes with its last tree
             with contextlib.suppress(OSError):
                 group.parent.rmdir()
+
+
+_network_program = boot.network_program()
+_NETWORK, _NETWORK_PID = _network_program.seal(), _network_program.result
 
 
 def _end_task(task: int) -> None:

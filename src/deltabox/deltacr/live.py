@@ -274,15 +274,16 @@ class Live:
         """Kill everything; when this returns no instruction of the tree will run any more.
 
         PID 1 becomes a zombie only after it has reaped the whole namespace (pid_namespaces(7)).
+        `cgroup.kill` must not be used: once it has been written, this kernel kills everything that
+        CLONE_INTO_CGROUP brings into the group later (6.18), and groups are used again.
         """
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            cgroup.kill(self.group)
+        with contextlib.suppress(ProcessLookupError):
             pidfd.send_signal(self.pidfd, 9)
         if not pidfd.ended(self.pidfd, 30.0):
             raise PeerGone(f"processes in {self.group.name} did not die within 30 s")
 
     def end(self) -> None:
-        """Stop, reap, remove the group, close every descriptor. May be called twice."""
+        """Stop, reap, give the group back, close every descriptor. May be called twice."""
         with self._end_lock:
             if self._ended:
                 return
@@ -294,7 +295,7 @@ class Live:
             for fd in (self.root, self.pidfd):
                 if fd >= 0:
                     os.close(fd)
-            cgroup.remove(self.group)
+            cgroup.wait_empty(self.group)
             self.on_end()
 
 

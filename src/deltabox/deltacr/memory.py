@@ -149,6 +149,8 @@ class Stash:
     reservations: list[tuple[int, int, int]] = field(default_factory=list)  # address, size, flags
     reads: list[tuple[Process, int, int, int, bool]] = field(default_factory=list)
     bytes: int = 0
+    extents: dict[int, tuple[int, int]] = field(default_factory=dict)  # pid -> its address range
+    sizes: dict[int, int] = field(default_factory=dict)  # pid -> bytes held for it
     _next: int = STASH
 
     def reserve(self, size: int, like: int, flags: int) -> int:
@@ -169,6 +171,7 @@ def plan(capture: Capture) -> Stash:
     """Lay out the stash for a whole tree."""
     stash = Stash()
     for process in capture.processes:
+        first, before = stash._next, stash.bytes
         end, shift, previous = 0, None, None
         for mapping in process.mappings:
             if not mapping.pages:
@@ -202,6 +205,9 @@ def plan(capture: Capture) -> Stash:
                     stash.packed[process.pid, low] = base
                     stash.reads.append((process, low, base, high - low, readable))
                     base += high - low
+        if stash.bytes > before:
+            stash.extents[process.pid] = (first & -PAGE, (stash._next + PAGE) & -PAGE)
+            stash.sizes[process.pid] = stash.bytes - before
     return stash
 
 

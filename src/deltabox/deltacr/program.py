@@ -35,7 +35,8 @@ _PR_SET_CHILD_SUBREAPER, _PR_SET_THP_DISABLE = 36, 41
 _ARCH_SET_GS, _ARCH_SET_FS = 0x1001, 0x1002
 _P_PID, _WSTOPPED, _WEXITED, _WNOWAIT = 1, 2, 4, 0x01000000
 _WALL = 0x40000000
-_SIGSTOP = 19
+_MADV_DONTFORK, _MADV_DOFORK = 10, 11
+_BIG = 2 << 20
 _O_CLOEXEC = 0o2000000
 _DEFAULT_TIMER_SLACK = 50000
 
@@ -182,22 +183,39 @@ class _Compiler:
 
     def _clone_all(self, do: Sequence, task: Task) -> None:
         for child in task.before:
+            self._carry(do, child)
             self._clone(do, child)
         if task.leads_session:
             do.call(nr.SETSID, what="setsid")
-        for child in task.after:
+        # the biggest first: it has the most to do while the others are still being cloned
+        for child in sorted(task.after, key=lambda t: -self.stash.sizes.get(t.pid, 0)):
             # a child that will be PID 1's, or a stand-in, ends without a signal to this parent
             silent = child.process is None or (
                 child.process.ppid != task.pid and task is not self.root
             )
+            self._carry(do, child)
             self._clone(do, child, 0 if silent else None)
         for helper_pid, orphan in task.orphans:
             self._clone_orphan(do, helper_pid, orphan)
+
+    def _carry(self, do: Sequence, child: Task) -> None:
+        """Let a clone inherit only the big parts of the stash that it or its children need.
+
+        Copying page tables is most of what a clone costs. Every part is set one way or the other
+        before every clone, so nothing depends on how an earlier program ended.
+        """
+        wanted = {child.pid, *(t.pid for t in everyone(child))}
+        for pid, (low, high) in self.stash.extents.items():
+            if self.stash.sizes[pid] >= _BIG:
+                advice = _MADV_DOFORK if pid in wanted else _MADV_DONTFORK
+                # ENOMEM only says that there are holes in between
+                do.call(nr.MADVISE, low, high - low, advice, may_fail=True)
 
     def _clone_orphan(self, do: Sequence, helper_pid: int, orphan: Task) -> None:
         program = self.program
         helper = program.sequence(f"helper {helper_pid}")
         arguments = program.clone_args(flags=0, pid=helper_pid, stack=program.stack())
+        self._carry(do, orphan)
         do.clone(arguments, helper)
         self._clone(helper, orphan)
         helper.call(nr.EXIT, 0)

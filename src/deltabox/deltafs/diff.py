@@ -19,8 +19,6 @@ or a file or directory of the base. A file of the base that was rewritten *and* 
 identity and appears as deleted and added.
 """
 
-# Paths here are plain strings: they come from hostile trees and are joined by the ten thousand.
-# ruff: noqa: PTH115, PTH118, PTH208
 from __future__ import annotations
 
 import difflib
@@ -281,9 +279,9 @@ class _Comparison:
             inode, is_directory = old_names.get(name, (None, False))
             if not is_directory and self._untouched(inode, new_names.get(name, (None, False))[0]):
                 continue
-            before = self.old.look_up(old, name)
-            after = self.new.look_up(new, name)
             old_child, child = os.path.join(old_path, name), os.path.join(path, name)
+            before = None if old_child in self._moved_away else self.old.look_up(old, name)
+            after = self.new.look_up(new, name)
             if before is None and after is not None:
                 self._added[child] = after
             elif before is not None and after is None:
@@ -397,14 +395,26 @@ class _Comparison:
                 old = self._deleted.get(old_path)
                 if old is None or old.kind != new.kind:
                     continue
-                self._moved_away.add(old_path)
-                below = old_path + "/"
-                for gone in [p for p in self._deleted if p == old_path or p.startswith(below)]:
+                # what was below it is not deleted, unless it had left by itself before
+                for gone in [p for p in self._deleted if self._goes_with(p, old_path)]:
                     del self._deleted[gone]
+                self._moved_away.add(old_path)
                 self.deltas.append(_Delta("renamed", path, old_path, old, new))
                 self._compare_entries(old_path, path, old, new)
                 return True
         return False
+
+    def _goes_with(self, path: str, directory: str) -> bool:
+        if path == directory:
+            return True
+        if not path.startswith(directory + "/"):
+            return False
+        above = os.path.dirname(path)
+        while above != directory:
+            if above in self._moved_away:
+                return False
+            above = os.path.dirname(above)
+        return True
 
 
 @contextmanager

@@ -325,9 +325,10 @@ def _make_filesystem(path: Path) -> None:
     program = shutil.which("mkfs.btrfs", path=search)
     if program is None:
         raise HostUnsupported("mkfs.btrfs is missing; install the package btrfs-progs")
+    # an identity of its own: the kernel takes equal ones for one file system
+    identity = str(uuid.uuid4())
     done = subprocess.run(
-        # an identity of its own: the kernel takes equal ones for one file system
-        [program, "-q", "-m", "single", "-d", "single", "-n", "4096", "-U", str(uuid.uuid4()), str(path)],
+        [program, "-q", "-m", "single", "-d", "single", "-n", "4096", "-U", identity, str(path)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

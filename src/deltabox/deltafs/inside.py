@@ -10,9 +10,6 @@ FIFO would block the engine for ever. Kernel files are read with a command insid
 *As whom*: with the file-system ids of the sandbox's root, so that what is made belongs to it.
 """
 
-# Paths stay strings, pathlib would tidy up what the kernel must judge; names are read from
-# descriptors.
-# ruff: noqa: PTH118, PTH120, PTH208
 from __future__ import annotations
 
 import errno

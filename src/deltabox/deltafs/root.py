@@ -18,8 +18,6 @@ be mounted (ESTALE); `nfs_export=off` needs it off; `xino=on` or directories cha
 number at a rollback; `volatile` or every fsync of a program waits for the disk.
 """
 
-# Paths relative to a descriptor stay strings: pathlib knows no descriptors.
-# ruff: noqa: PTH115, PTH116, PTH118, PTH120, PTH121, PTH208, PTH211
 from __future__ import annotations
 
 import contextlib

@@ -45,6 +45,8 @@ def main() -> None:
         try:
             keep(arguments.state, ready=tell)
             code = 0
+        except SystemExit:
+            code = 0  # another keeper is up
         except BaseException as error:
             log.critical("the keeper ends", exc_info=True)
             _tell(tell, error)
@@ -89,7 +91,7 @@ def keep(state: Path, *, ready: int | None) -> None:
     for removed in journal.clean(state):
         log.warning("left by an earlier keeper, removed: %s", removed)
     namespace.unshare(namespace.CLONE_NEWNS)
-    mount.mount(None, "/", None, mount.MS_REC | mount.MS_SLAVE)
+    mount.mount("none", "/", None, mount.MS_REC | mount.MS_SLAVE)
     record = journal.Journal(state)
     engine = Engine(directory=state)
     engine.on_made, engine.on_gone = record.made, record.gone

@@ -96,10 +96,14 @@ class Box:
                 raise SandboxClosed(f"cannot {what}: the sandbox is closed")
             yield
 
-    def check_open(self) -> None:
-        """Raise unless the sandbox runs. The condition is held."""
+    def check_closed(self) -> None:
+        """Raise if the sandbox has been closed. The condition is held."""
         if self.closing:
             raise SandboxClosed("the sandbox is closed")
+
+    def check_open(self) -> None:
+        """Raise unless the sandbox runs. The condition is held."""
+        self.check_closed()
         if self.dead:
             raise SandboxClosed(
                 "the sandbox's first process was killed (perhaps out of memory), and with it all "

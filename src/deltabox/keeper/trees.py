@@ -115,6 +115,8 @@ class Tree:
         self.names: dict[str, str | None] = {}
         self.boxes: dict[str, Box] = {}
         self.touched = False
+        self.place = -1
+        self.origin: Snapshot
         self._numbers = itertools.count(1)
         self._spare_order: list[Node] = []
         with ExitStack() as undo:
@@ -147,10 +149,11 @@ class Tree:
             layer = self.image.blank()
             undo.callback(self.image.delete, layer)
             root.skeleton(layer, self.base, self.hide)
+            self.origin = self.image.snapshot(layer)
             mount = root.root_mount(self.base_fd, layer, self.engine.userns, self.owner)
             try:
                 box.live = self.engine.boot(
-                    box=f"{box.number}.0", root_mount=mount, hostname="sandbox"
+                    root_mount=mount, hostname="sandbox"
                 )
             finally:
                 os.close(mount)
@@ -336,7 +339,6 @@ class Tree:
             try:
                 live = self.engine.restore(
                     node.template,
-                    box=f"{box.number}.{box.generation}",
                     root_mount=spare.mount,
                     externals=externals,
                 )

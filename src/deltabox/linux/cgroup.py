@@ -10,6 +10,7 @@ each rollback; the doors of the templates join it ahead of time and everything t
 from __future__ import annotations
 
 import os
+import select
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -61,11 +62,6 @@ def processes(path: Path) -> list[int]:
     return [int(pid) for pid in (path / "cgroup.procs").read_text().split()]
 
 
-def kill(path: Path) -> None:
-    """SIGKILL for every member of a v2 group and of the groups below it."""
-    (path / "cgroup.kill").write_text("1")
-
-
 def remove(path: Path, timeout: float = 5.0) -> None:
     """Remove a group and those below it; members that are still exiting are waited for."""
     deadline = time.monotonic() + timeout
@@ -80,3 +76,19 @@ def remove(path: Path, timeout: float = 5.0) -> None:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.002)  # exiting tasks leave the group a moment after they are reaped
+
+
+def wait_empty(path: Path, timeout: float = 10.0) -> None:
+    """Return once a v2 group has no member; exiting tasks leave it just after they are reaped."""
+    events = os.open(path / "cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        poller = select.poll()
+        poller.register(events, select.POLLPRI)
+        deadline = time.monotonic() + timeout
+        while b"populated 1" in os.pread(events, 256, 0):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{path} still has members")
+            poller.poll(min(left, 0.1) * 1000)
+    finally:
+        os.close(events)

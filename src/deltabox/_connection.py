@@ -1,0 +1,294 @@
+"""The library's side of the keeper's socket: one connection for each call in progress.
+
+Connections are kept for the next call when one has ended well, and closed when it was interrupted:
+the keeper then gives the call up (see `keeper.protocol`). So any thread may call at any time, and
+Ctrl-C needs no care anywhere above this module.
+
+A handle belongs to the process that made it. A forked child shares its parent's sockets, and two
+processes talking over one socket would mix up their answers; so every call checks the process id
+and says so instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from . import errors
+from .errors import DeltaBoxError, HostUnsupported, SandboxClosed
+from .keeper.protocol import VERSION, Channel, Message, rebuild
+
+DEFAULT_STATE: Final = "/var/lib/deltabox"
+_KEPT: Final = 32
+
+
+def state_directory() -> Path:
+    """Where the engine keeps its things: $DELTABOX_STATE or /var/lib/deltabox."""
+    return Path(os.environ.get("DELTABOX_STATE") or DEFAULT_STATE).absolute()
+
+
+class Keeper:
+    """The connections of this process to the keeper of one state directory."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._idle: list[Channel] = []
+        self._starting = threading.Lock()
+
+    def call(self, op: str, **arguments: Any) -> Any:
+        """Ask for something that exists already: a lost keeper means a closed sandbox."""
+        return self.stream(op, None, **arguments)
+
+    def stream(self, op: str, event: Callable[[bytes], None] | None, **arguments: Any) -> Any:
+        """As `call`; what comes before the answer goes to `event`."""
+        self._check_process()
+        channel = self._take()
+        if channel is None:
+            try:
+                channel = self._connect()
+            except OSError:
+                raise _lost(self.state) from None
+        try:
+            channel.send({"op": op} | arguments)
+            answer = _answer(channel, event)
+        except OSError:
+            channel.close()
+            raise _lost(self.state) from None
+        except BaseException:
+            channel.close()
+            raise
+        if answer is None:
+            channel.close()
+            raise _lost(self.state)
+        self._give(channel)
+        return _value(answer)
+
+    @contextmanager
+    def making(self, op: str, *, start: bool, **arguments: Any) -> Iterator[Any]:
+        """Ask for something new. It is ours at the end of the block; if that is not reached, the
+        keeper takes it back. `start`: start a keeper when there is none.
+        """
+        self._check_process()
+        for attempt in (1, 2):
+            channel = self._take()
+            fresh = channel is None
+            if channel is None:
+                channel = self._connected() if start else self._connect_or_lost()
+            try:
+                channel.send({"op": op} | arguments)
+                answer = _answer(channel, None)
+            except OSError:
+                answer = None
+            except BaseException:
+                channel.close()
+                raise
+            if answer is not None:
+                break
+            channel.close()
+            if not start or fresh or attempt == 2:
+                raise _lost(self.state)
+            self._drop_idle()  # of a keeper that has gone
+        try:
+            yield _value(answer)
+            channel.send({"op": "claim"})
+        except BaseException as error:
+            if isinstance(error, DeltaBoxError) and "error" in answer:
+                self._give(channel)
+            else:
+                channel.close()
+            raise
+        self._give(channel)
+
+    def post(self, op: str, **arguments: Any) -> None:
+        """Ask without waiting for the answer, over a connection that is used for nothing else."""
+        if os.getpid() != self._process:
+            return
+        channel = self._connect()
+        channel.send({"op": op} | arguments)
+        channel.sock.close()
+
+    # -- connections -------------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise DeltaBoxError(
+                f"this sandbox belongs to process {self._process}, which forked this one "
+                f"({os.getpid()}); create a sandbox of your own, or use it there"
+            )
+
+    def _take(self) -> Channel | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _give(self, channel: Channel) -> None:
+        with self._lock:
+            if len(self._idle) < _KEPT:
+                self._idle.append(channel)
+                return
+        channel.close()
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+
+    def _connect_or_lost(self) -> Channel:
+        try:
+            return self._connect()
+        except OSError:
+            raise _lost(self.state) from None
+
+    def _connect(self) -> Channel:
+        """A new connection, greeted. `OSError` when there is no keeper."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        channel = Channel(sock)
+        try:
+            sock.connect(str(self.state / "keeper.sock"))
+            channel.send({"op": "hello", "version": VERSION})
+            answer = channel.receive()
+            if answer is None:
+                raise ConnectionResetError("the keeper has just ended")
+            _value(answer)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _connected(self) -> Channel:
+        """A new connection to a keeper that is started if necessary."""
+        deadline = time.monotonic() + 30.0
+        while True:
+            try:
+                return self._connect()
+            except (FileNotFoundError, ConnectionError):
+                if time.monotonic() > deadline:
+                    raise DeltaBoxError(
+                        f"the engine of {self.state} does not start; see its keeper.log"
+                    ) from None
+            except PermissionError:
+                raise HostUnsupported(_unsupported()) from None
+            with self._starting:
+                self._start()
+
+    def _start(self) -> None:
+        if os.geteuid() != 0:
+            raise HostUnsupported(_unsupported())
+        package = Path(__file__).resolve().parent.parent
+        environment = dict(os.environ)
+        path = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{package}{os.pathsep}{path}" if path else str(package)
+        command = [sys.executable, "-m", "deltabox.keeper", "--state", str(self.state)]
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            cwd="/",
+            start_new_session=True,
+            check=False,
+        )
+        said = done.stdout.decode(errors="replace").strip()
+        if said:
+            told = json.loads(said)
+            if told["class"] == "HostUnsupported":
+                raise HostUnsupported(_unsupported(told["message"]))
+            cls: type[DeltaBoxError] = getattr(errors, told["class"], DeltaBoxError)
+            raise cls(f"the engine could not start: {told['message']}")
+        if done.returncode:
+            lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+            raise DeltaBoxError(f"the engine could not start: {lines[-1]}")
+
+
+def _unsupported(reason: str = "the engine needs root") -> str:
+    """The doctor's sentence for this host, or `reason` where it finds nothing wrong."""
+    from . import doctor
+
+    return " ".join(doctor.blockers()) or reason
+
+
+def _answer(channel: Channel, event: Callable[[bytes], None] | None) -> Message | None:
+    while (message := channel.receive()) is not None:
+        if "event" not in message:
+            return message
+        if event is not None:
+            # an OSError of the caller's own function is not one of the connection
+            try:
+                event(message["data"])
+            except OSError as error:
+                raise _CallbackError(error) from error
+    return None
+
+
+class _CallbackError(Exception):
+    """Carries an OSError of a caller's callback past the handling of connection errors."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def callback_error(error: BaseException) -> NoReturn:
+    """Raise what a callback has raised."""
+    raise error.error if isinstance(error, _CallbackError) else error
+
+
+def _value(answer: Message) -> Any:
+    if "error" in answer:
+        raise rebuild(answer["error"])
+    return answer["ok"]
+
+
+def _lost(state: Path) -> SandboxClosed:
+    return SandboxClosed(
+        f"the sandbox is closed: its engine process has ended ({state}/keeper.log says more)"
+    )
+
+
+_keepers: dict[Path, Keeper] = {}
+_keepers_lock = threading.Lock()
+
+
+def keeper() -> Keeper:
+    """The keeper of the present state directory."""
+    state = state_directory()
+    with _keepers_lock:
+        found = _keepers.get(state)
+        if found is None:
+            found = _keepers[state] = Keeper(state)
+        return found
+
+
+def _forget_in_child() -> None:
+    """In a forked child: close our copies of the parent's sockets and begin afresh."""
+    global _keepers_lock
+    _keepers_lock = threading.Lock()
+    for parent in _keepers.values():
+        for channel in parent._idle:
+            channel.sock.close()
+        parent._idle = []
+        parent._lock = threading.Lock()
+    _keepers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def no_copies(what: str) -> NoReturn:
+    """Refuse to pickle or copy a handle."""
+    raise TypeError(
+        f"a {what} stands for something that runs, and cannot be pickled or copied; "
+        "create or fork a sandbox where you need one"
+    )
