@@ -98,6 +98,7 @@ class _Capturing:
         self.waits = waits
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
+        self._ghosts: dict[tuple[int, int] | None, int] = {}
         self._pipe_index: dict[int, int] = {}
         self._seen: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
         self._named: dict[tuple[str, int, int], bool] = {}
@@ -511,6 +512,9 @@ class _Capturing:
         if not target.startswith("/"):
             raise what(f"a kernel object, {target}")
         info = os.stat(path)
+        nameless = (info.st_dev, info.st_ino) if info.st_nlink == 0 else None
+        if nameless in self._ghosts:
+            return Description("file", kind, position, target, ghost_of=self._ghosts[nameless])
         if modes.S_ISFIFO(info.st_mode):
             try:
                 files.check_name(self.live.root, target, info)
@@ -526,12 +530,15 @@ class _Capturing:
                 os.close(process)
 
         try:
-            return files.capture(
+            found = files.capture(
                 root=self.live.root, fd_path=path, held=held, target=target, flags=flags,
                 position=position, owner=self.owner,
             )
         except files.Refused as refused:
             raise what(str(refused)) from None
+        if found.ghost is not None and nameless is not None:
+            self._ghosts[nameless] = len(self.descriptions)
+        return found
 
     def _refuse_packets(self, flags: int, what: Callable[[str], UnsupportedState]) -> None:
         if flags & 0o40000:

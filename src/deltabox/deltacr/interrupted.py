@@ -62,6 +62,12 @@ _BLOCK_CALLS: dict[int, tuple[str, str]] = {
     _CLOCK_NANOSLEEP: ("rdx", "timespec"),
     _FUTEX: ("r10", "timespec"),
 }
+# The kernel itself writes back what was left when these were stopped, and restarts them with it.
+_UPDATED_CALLS: dict[int, tuple[str, int]] = {
+    23: ("r8", 1_000_000),  # select: struct timeval
+    270: ("r8", 1_000_000_000),  # pselect6
+    271: ("rdx", 1_000_000_000),  # ppoll
+}
 
 
 class UnknownCall(Exception):
@@ -85,20 +91,24 @@ class Waits:
         for tid in self._waits.keys() - tids:
             del self._waits[tid]
 
-    def live(self, tid: int, registers: Registers, memory: int, now: float) -> Registers | None:
+    def live(self, tid: int, registers: Registers, memory: int, began: float) -> Registers | None:
         """Registers to give a live thread before it goes on; None to leave it alone.
 
-        `memory` is /proc/PID/mem; `now` the monotonic time of the freeze.
+        `memory` is /proc/PID/mem; `began` the monotonic time of the freeze.
         """
+        now = time.monotonic()
         number, result = _signed(registers.orig_rax), _signed(registers.rax)
         if result == -ERESTART_RESTARTBLOCK and number in _BLOCK_CALLS:
             # the kernel restarts it; remember when it was met, for a later restore
-            self._meet(tid, number, registers, memory, now)
+            self._meet(tid, number, registers, memory, began)
+            return None
+        if result == -ERESTARTNOHAND and number in _UPDATED_CALLS:
+            _charge(number, registers, memory, now - began)
             return None
         if number not in _EINTR_CALLS or result != -EINTR or deliverable(tid):
             return None
         fixed = _rewound(registers, number)
-        for address, content in self._shorten(tid, number, fixed, memory, now):
+        for address, content in self._shorten(tid, number, fixed, memory, began, now):
             os.pwrite(memory, content, address)
         return fixed
 
@@ -137,10 +147,10 @@ class Waits:
         if number == RESTART_SYSCALL or result == -ERESTART_RESTARTBLOCK:
             number = self._meet(tid, number, registers, memory, now).number
             fixed = _rewound(registers, number)
-            return fixed, tuple(self._shorten(tid, number, fixed, memory, now))
+            return fixed, tuple(self._shorten(tid, number, fixed, memory, now, now))
         fixed = _rewound(registers, number)
         if result == -EINTR:
-            return fixed, tuple(self._shorten(tid, number, fixed, memory, now))
+            return fixed, tuple(self._shorten(tid, number, fixed, memory, now, now))
         return fixed, ()
 
     # -- deadlines ------------------------------------------------------------------------------
@@ -160,9 +170,15 @@ class Waits:
         return wait
 
     def _shorten(
-        self, tid: int, number: int, fixed: Registers, memory: int, now: float
+        self,
+        tid: int,
+        number: int,
+        fixed: Registers,
+        memory: int,
+        met: float,
+        now: float,
     ) -> list[tuple[int, bytes]]:
-        """Put what is left of the timeout into the call; memory to write for that."""
+        """Put what is left of the timeout at `now` into the call; memory to write for that."""
         where = _EINTR_CALLS.get(number) or _BLOCK_CALLS.get(number)
         if where is None:
             return []
@@ -180,7 +196,7 @@ class Waits:
         elif known is not None and known.number == number and known.signature == signature:
             left = max(0.0, known.deadline - now)
         else:
-            left = _requested(number, fixed, memory)
+            left = max(0.0, met + _requested(number, fixed, memory) - now)
         out: list[tuple[int, bytes]] = []
         if form == "ms":
             setattr(fixed, register, int(left * 1000 + 0.999))
@@ -227,6 +243,20 @@ def _remainder(number: int, registers: Registers, memory: int) -> float | None:
     return None
 
 
+def _charge(number: int, registers: Registers, memory: int, pause: float) -> None:
+    """Take the pause off a remaining time that the kernel noted when the pause began."""
+    register, unit = _UPDATED_CALLS[number]
+    address = getattr(registers, register)
+    if not address:
+        return
+    seconds, fraction = struct.unpack("<qq", os.pread(memory, 16, address))
+    left = seconds * unit + fraction
+    if left <= 0:
+        return
+    left = max(1, left - int(pause * unit))
+    os.pwrite(memory, struct.pack("<qq", *divmod(left, unit)), address)
+
+
 def _timespec(memory: int, address: int) -> float:
     data = os.pread(memory, 16, address)
     seconds, nanoseconds = struct.unpack("<qq", data)
@@ -269,7 +299,3 @@ def _signed(value: int) -> int:
 def _signed32(value: int) -> int:
     value &= (1 << 32) - 1
     return value - (1 << 32) if value >> 31 else value
-
-
-def now() -> float:
-    return time.monotonic()

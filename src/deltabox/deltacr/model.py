@@ -102,7 +102,7 @@ class Ghost:
     mode: int
     uid: int
     gid: int
-    mtime_ns: int
+    name: str  # where to make it: its old name when that is free, else "" for a name of ours
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ class Description:
     position: int
     path: str = ""
     ghost: Ghost | None = None
+    ghost_of: int = -1  # another description of the same nameless file, by its index
     pipe: int = -1  # index into Tree.pipes for pipes and FIFOs
     key: str = ""  # of an external pipe
 

@@ -129,6 +129,9 @@ class _Compiler:
                     pipes.refill_external(self.program, init, number, contents)
             elif description.kind in ("pipe", "fifo"):
                 grouped.setdefault(description.pipe, []).append((number, description))
+            elif description.ghost_of >= 0:
+                original = self.base + description.ghost_of
+                files.restore_again(self.program, init, number, original, description)
             else:
                 files.restore(self.program, init, number, description)
         for index, ends in grouped.items():

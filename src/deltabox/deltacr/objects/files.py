@@ -18,7 +18,7 @@ from collections.abc import Callable
 from ...linux import numbers as nr
 from ...linux.openat2 import openat2
 from ..model import Description, Ghost
-from ..records import Program, Ref, Sequence
+from ..records import Program, Sequence
 
 _O_CLOEXEC = 0o2000000
 _O_PATH = 0o10000000
@@ -82,7 +82,7 @@ def capture(
             open_flags(flags) & ~_O_TMPFILE_BIT,
             position,
             target.removesuffix(_DELETED),
-            _ghost(fd_path, target, info, owner),
+            _ghost(root, fd_path, target, info, owner),
         )
     check_name(root, target, info)
     if flags & 3 == 0:
@@ -122,7 +122,7 @@ def check_version(root: int, held: Callable[[], int], target: str) -> None:
         os.close(named)
 
 
-def _ghost(fd_path: str, target: str, info: os.stat_result, owner: int) -> Ghost:
+def _ghost(root: int, fd_path: str, target: str, info: os.stat_result, owner: int) -> Ghost:
     if info.st_size > _GHOST_LIMIT:
         raise Refused(f"a deleted file of {info.st_size >> 20} MiB, {target}")
     fd = os.open(fd_path, os.O_RDONLY | os.O_CLOEXEC)
@@ -139,8 +139,23 @@ def _ghost(fd_path: str, target: str, info: os.stat_result, owner: int) -> Ghost
         stat.S_IMODE(info.st_mode),
         info.st_uid - owner,
         info.st_gid - owner,
-        info.st_mtime_ns,
+        target.removesuffix(_DELETED) if _is_free(root, target.removesuffix(_DELETED)) else "",
     )
+
+
+def _is_free(root: int, path: str) -> bool:
+    """Nothing has that name, and its directory still exists."""
+    try:
+        os.close(openat2(root, os.path.dirname(path), _O_PATH | os.O_DIRECTORY))
+    except OSError:
+        return False
+    try:
+        os.close(openat2(root, path, _O_PATH | _O_NOFOLLOW))
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def restore(program: Program, do: Sequence, number: int, description: Description) -> None:
@@ -148,7 +163,7 @@ def restore(program: Program, do: Sequence, number: int, description: Descriptio
     opened = program.variable()
     path = program.text(os.fsencode(description.path))
     if description.ghost is not None:
-        _restore_ghost(program, do, path, number, description, description.ghost)
+        _restore_ghost(program, do, number, description, description.ghost)
         return
     flags = description.flags | _O_NONBLOCK if description.kind == "device" else description.flags
     do.call(nr.OPENAT, -100, path, flags, save=opened, what=f"open {description.path}")
@@ -158,23 +173,31 @@ def restore(program: Program, do: Sequence, number: int, description: Descriptio
     do.call(nr.CLOSE, opened)
 
 
+def restore_again(
+    program: Program, do: Sequence, number: int, original: int, description: Description
+) -> None:
+    """Another description of a nameless file, through the link of the first."""
+    opened = program.variable()
+    path = program.text(f"/proc/self/fd/{original}")
+    flags = description.flags & ~_O_TMPFILE_BIT
+    do.call(nr.OPENAT, -100, path, flags, save=opened, what="open a deleted file again")
+    if description.position:
+        do.call(nr.LSEEK, opened, description.position, 0)
+    do.call(nr.DUP3, opened, number, _O_CLOEXEC)
+    do.call(nr.CLOSE, opened)
+
+
 _GHOST_PREFIX = "/.deltabox-ghost-"
 
 
 def _restore_ghost(
-    program: Program,
-    do: Sequence,
-    path: Ref,
-    number: int,
-    description: Description,
-    ghost: Ghost,
+    program: Program, do: Sequence, number: int, description: Description, ghost: Ghost
 ) -> None:
-    """Write the bytes to a file beside the root, open it as it was open, take its name away.
+    """Write the bytes to a file of the old name, open it as it was open, take its name away.
 
-    The link of the descriptor then names another deleted file; that is the one visible difference,
-    and docs/fidelity.md says so.
+    Where another file has the name by now, one of ours is used, and the descriptor's link differs.
     """
-    name = program.text(f"{_GHOST_PREFIX}{number}")
+    name = program.text(os.fsencode(ghost.name or f"{_GHOST_PREFIX}{number}"))
     made, opened = program.variable(), program.variable()
     do.call(nr.OPENAT, -100, name, 2 | _O_CREAT | _O_EXCL, 0o600, save=made, what="make ghost")
     position = 0
