@@ -1,0 +1,57 @@
+"""DeltaBox: live Linux sandboxes that can be checkpointed, rolled back and forked in milliseconds.
+
+>>> from deltabox import Sandbox
+>>> with Sandbox.create() as sb:                            # doctest: +SKIP
+...     cp = sb.checkpoint()
+...     sb.run("rm -rf /usr /etc")
+...     sb.rollback(cp)
+"""
+
+from .checkpoint import Change, Checkpoint, Stats
+from .errors import (
+    CheckpointError,
+    CommandFailed,
+    CommandTimeout,
+    DeltaBoxError,
+    ForkError,
+    HostUnsupported,
+    NoSpace,
+    RollbackError,
+    RolledBack,
+    SandboxClosed,
+    StaleHandle,
+    UnknownCheckpoint,
+    UnsupportedState,
+)
+from .files import Files, FileStat
+from .process import BytesProcess, BytesResult, Process, ProcessInfo, Result
+from .sandbox import Sandbox
+from .shell import Shell
+
+__all__ = [
+    "BytesProcess",
+    "BytesResult",
+    "Change",
+    "Checkpoint",
+    "CheckpointError",
+    "CommandFailed",
+    "CommandTimeout",
+    "DeltaBoxError",
+    "FileStat",
+    "Files",
+    "ForkError",
+    "HostUnsupported",
+    "NoSpace",
+    "Process",
+    "ProcessInfo",
+    "Result",
+    "RollbackError",
+    "RolledBack",
+    "Sandbox",
+    "SandboxClosed",
+    "Shell",
+    "StaleHandle",
+    "Stats",
+    "UnknownCheckpoint",
+    "UnsupportedState",
+]

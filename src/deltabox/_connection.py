@@ -79,12 +79,23 @@ class Keeper:
         """Ask for something new. It is ours at the end of the block; if that is not reached, the
         keeper takes it back. `start`: start a keeper when there is none.
         """
+        channel, answer = self._ask_for(op, start=start, **arguments)
+        try:
+            yield _value(answer)
+            channel.send({"op": "claim"})
+        except BaseException as error:
+            if isinstance(error, Exception) and "error" in answer:
+                self._give(channel)
+            else:
+                channel.close()
+            raise
+        self._give(channel)
+
+    def _ask_for(self, op: str, *, start: bool, **arguments: Any) -> tuple[Channel, Message]:
         self._check_process()
-        for attempt in (1, 2):
-            channel = self._take()
-            fresh = channel is None
-            if channel is None:
-                channel = self._connected() if start else self._connect_or_lost()
+        while True:
+            kept = self._take()
+            channel = kept or (self._connected() if start else self._connect_or_lost())
             try:
                 channel.send({"op": op} | arguments)
                 answer = _answer(channel, None)
@@ -94,21 +105,11 @@ class Keeper:
                 channel.close()
                 raise
             if answer is not None:
-                break
+                return channel, answer
             channel.close()
-            if not start or fresh or attempt == 2:
+            if not start or kept is None:
                 raise _lost(self.state)
-            self._drop_idle()  # of a keeper that has gone
-        try:
-            yield _value(answer)
-            channel.send({"op": "claim"})
-        except BaseException as error:
-            if isinstance(error, DeltaBoxError) and "error" in answer:
-                self._give(channel)
-            else:
-                channel.close()
-            raise
-        self._give(channel)
+            self._drop_idle()  # they led to a keeper that has gone
 
     def post(self, op: str, **arguments: Any) -> None:
         """Ask without waiting for the answer, over a connection that is used for nothing else."""
@@ -193,8 +194,7 @@ class Keeper:
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             env=environment,
             cwd="/",
             start_new_session=True,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Literal
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from ._connection import no_copies
-from .errors import DeltaBoxError
+from .errors import UnknownCheckpoint
 
 if TYPE_CHECKING:
     from .sandbox import Sandbox
@@ -58,8 +58,7 @@ class Stats:
 class Checkpoint:
     """Made by `Sandbox.checkpoint`. Equal to any other object for the same checkpoint.
 
-    It lives until it is deleted or the last sandbox of its tree is closed. It is reached through
-    the sandbox it came from; when that is closed, take it from another sandbox's `checkpoints`.
+    It lives until it is deleted or the last sandbox of its tree is closed.
     """
 
     def __init__(
@@ -72,8 +71,8 @@ class Checkpoint:
         self._created_at: float = described["created_at"]
         self._stats = None if stats is None else Stats(self, stats)
 
-    def _call(self, op: str) -> Any:
-        return self._sandbox._call(op, which=self._id)
+    def _call(self, op: str, which: str | None = None) -> Any:
+        return self._sandbox._open_one()._call(op, which=which or self._id)
 
     @property
     def id(self) -> str:
@@ -88,7 +87,7 @@ class Checkpoint:
     @property
     def created_at(self) -> datetime:
         """When it was taken (UTC)."""
-        return datetime.fromtimestamp(self._created_at, tz=timezone.utc)
+        return datetime.fromtimestamp(self._created_at, tz=UTC)
 
     @property
     def parent(self) -> Checkpoint | None:
@@ -102,7 +101,7 @@ class Checkpoint:
         return [self._other(number) for number in self._call("node")["children"]]
 
     def _other(self, number: str) -> Checkpoint:
-        return Checkpoint(self._sandbox, self._sandbox._call("node", which=number))
+        return Checkpoint(self._sandbox, self._call("node", number))
 
     @property
     def stats(self) -> Stats:
@@ -126,7 +125,7 @@ class Checkpoint:
     def __hash__(self) -> int:
         return hash((self._tree, self._id))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         no_copies("Checkpoint")
 
     def __repr__(self) -> str:
@@ -137,8 +136,6 @@ def reference(tree: str, checkpoint: Checkpoint | str) -> str:
     """What the engine knows a checkpoint by."""
     if isinstance(checkpoint, Checkpoint):
         if checkpoint._tree != tree:
-            from .errors import UnknownCheckpoint
-
             raise UnknownCheckpoint(f"{checkpoint!r} belongs to another tree of sandboxes")
         return checkpoint._id
     if isinstance(checkpoint, str):
@@ -147,6 +144,3 @@ def reference(tree: str, checkpoint: Checkpoint | str) -> str:
         f"a checkpoint is given as a Checkpoint, its name or its id, "
         f"not as {type(checkpoint).__name__}"
     )
-
-
-__all__ = ["Change", "Checkpoint", "DeltaBoxError", "Stats", "reference"]

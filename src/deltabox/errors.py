@@ -61,14 +61,12 @@ class DeltaBoxError(Exception):
         return _rebuild, (type(self), self.message, self.attributes)
 
 
-def _rebuild(
-    cls: type[DeltaBoxError], message: str, attributes: dict[str, Any]
-) -> DeltaBoxError:
+def _rebuild(cls: type[DeltaBoxError], message: str, attributes: dict[str, Any]) -> DeltaBoxError:
     return cls(message, **attributes)
 
 
 class HostUnsupported(DeltaBoxError):
-    """This machine cannot run the engine: not root, wrong architecture, a kernel feature missing."""
+    """This machine cannot run the engine: not root, not x86-64, a kernel feature missing."""
 
 
 class SandboxClosed(DeltaBoxError):

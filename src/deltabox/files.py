@@ -38,8 +38,6 @@ class Files:
 
     def _call(self, op: str, path: StrPath, **arguments: Any) -> Any:
         inside = os.fspath(path)
-        if not isinstance(inside, str):
-            raise TypeError(f"a path inside a sandbox is a str, not {type(path).__name__}")
         if not inside.startswith("/"):
             raise ValueError(f"a path inside a sandbox is absolute, {inside!r} is not")
         return self._sandbox._call(f"file_{op}", path=inside, **arguments)
@@ -55,7 +53,7 @@ class Files:
 
     def write(self, path: StrPath, data: bytes, *, mode: int | None = None) -> None:
         """Write a file; directories above are made. `mode` sets its permissions (new: 0o644)."""
-        if isinstance(data, str):
+        if not isinstance(data, (bytes, bytearray, memoryview)):
             raise TypeError("write() takes bytes; write_text() takes str")
         self._call("write", path, data=bytes(data), mode=mode)
 

@@ -13,7 +13,7 @@ import re
 import signal as signals
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from ._connection import no_copies
 
@@ -40,7 +40,7 @@ class ProcessInfo:
 
 
 @dataclass(frozen=True)
-class Result(Generic[Data]):
+class AnyResult(Generic[Data]):
     """How a command ended.
 
     `exit_code` is negative for the signal that ended it; `duration` is in seconds, as the caller
@@ -54,6 +54,16 @@ class Result(Generic[Data]):
     truncated: bool
 
 
+@dataclass(frozen=True)
+class Result(AnyResult[str]):
+    """How a command ended; see `AnyResult` for the fields. The streams are text."""
+
+
+@dataclass(frozen=True)
+class BytesResult(AnyResult[bytes]):
+    """How a command ended; see `AnyResult` for the fields. The streams are bytes."""
+
+
 def convert(data: bytes, *, text: bool) -> Any:
     """`data` as the caller wants it."""
     return data.decode("utf-8", errors="replace") if text else data
@@ -61,8 +71,6 @@ def convert(data: bytes, *, text: bool) -> Any:
 
 class Handle:
     """What a process and a shell have in common: a number, and the sandbox it is used in."""
-
-    _what = "handle"
 
     def __init__(self, sandbox: Sandbox, number: int, pid: int) -> None:
         self._sandbox = sandbox
@@ -82,7 +90,7 @@ class Handle:
     def _call(self, op: str, **arguments: Any) -> Any:
         return self._sandbox._call(op, handle=self._number, **arguments)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         no_copies(type(self).__name__)
 
     def __repr__(self) -> str:
@@ -92,8 +100,8 @@ class Handle:
 class Stdin(Generic[Data]):
     """The standard input of a process. Writing waits only when very much is unread (1 MiB)."""
 
-    def __init__(self, process: Process[Data]) -> None:
-        self._process = process
+    def __init__(self, process: AnyProcess[Data]) -> None:
+        self._process: AnyProcess[Data] = process
 
     def write(self, data: Data) -> None:
         """Send `data`. `BrokenPipeError` when the process has closed its end."""
@@ -118,14 +126,12 @@ class Stream(Generic[Data]):
     process waits when it writes. Iterating gives lines until the end of the stream.
     """
 
-    def __init__(self, process: Process[Data], name: str, *, text: bool) -> None:
-        self._process = process
+    def __init__(self, process: AnyProcess[Data], name: str, *, text: bool) -> None:
+        self._process: AnyProcess[Data] = process
         self._name = name
         self._text = text
 
-    def _read(
-        self, how: str, timeout: float | None, pattern: bytes = b"", flags: int = 0
-    ) -> Data:
+    def _read(self, how: str, timeout: float | None, pattern: bytes = b"", flags: int = 0) -> Data:
         data = self._process._call(
             "read",
             stream=self._name,
@@ -150,7 +156,8 @@ class Stream(Generic[Data]):
         return self._read("line", timeout)
 
     def read_until(
-        self, pattern: str | bytes | re.Pattern[str] | re.Pattern[bytes],
+        self,
+        pattern: str | bytes | re.Pattern[str] | re.Pattern[bytes],
         timeout: float | None = None,
     ) -> Data:
         """Everything up to and with the first occurrence of `pattern`, a literal or an expression.
@@ -178,24 +185,16 @@ class Stream(Generic[Data]):
             yield line
 
 
-class Process(Handle, Generic[Data]):
-    """A program started with `Sandbox.spawn`.
+class AnyProcess(Handle, Generic[Data]):
+    """A program started with `Sandbox.spawn`: its streams, its end."""
 
-    >>> p = sandbox.spawn(["python3", "-i", "-q"])          # doctest: +SKIP
-    >>> p.stdin.write("print(6 * 7)\\n")                     # doctest: +SKIP
-    >>> p.stdout.readline(timeout=5)                        # doctest: +SKIP
-    '42\\n'
-    """
+    _text = True
 
-    def __init__(self, sandbox: Sandbox, number: int, pid: int, *, text: bool) -> None:
+    def __init__(self, sandbox: Sandbox, number: int, pid: int) -> None:
         super().__init__(sandbox, number, pid)
-        self._text = text
         self.stdin: Stdin[Data] = Stdin(self)
-        self.stdout: Stream[Data] = Stream(self, "stdout", text=text)
-        self.stderr: Stream[Data] = Stream(self, "stderr", text=text)
-
-    def _on(self, sandbox: Sandbox, pid: int) -> Process[Data]:
-        return Process(sandbox, self._number, pid, text=self._text)
+        self.stdout: Stream[Data] = Stream(self, "stdout", text=self._text)
+        self.stderr: Stream[Data] = Stream(self, "stderr", text=self._text)
 
     @property
     def exit_code(self) -> int | None:
@@ -211,3 +210,19 @@ class Process(Handle, Generic[Data]):
     def kill(self, signal: int = signals.SIGKILL) -> None:
         """Send it a signal; nothing happens when it has ended already."""
         self._call("kill", signal=int(signal))
+
+
+class Process(AnyProcess[str]):
+    """A program started with `Sandbox.spawn`; its streams are text.
+
+    >>> p = sandbox.spawn(["python3", "-i", "-q"])          # doctest: +SKIP
+    >>> p.stdin.write("print(6 * 7)\n")                     # doctest: +SKIP
+    >>> p.stdout.readline(timeout=5)                        # doctest: +SKIP
+    '42\n'
+    """
+
+
+class BytesProcess(AnyProcess[bytes]):
+    """A program started with `Sandbox.spawn(..., text=False)`; its streams are bytes."""
+
+    _text = False

@@ -7,13 +7,9 @@ rollback brings back the variables, a fork has its own copy of the shell.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from .errors import CommandFailed
-from .process import Handle, Result, convert
-
-if TYPE_CHECKING:
-    from .sandbox import Sandbox
+from .process import AnyResult, Handle, Result, convert
 
 
 class Shell(Handle):
@@ -26,10 +22,7 @@ class Shell(Handle):
     '42 in /tmp\\n'
     """
 
-    def _on(self, sandbox: Sandbox, pid: int) -> Shell:
-        return Shell(sandbox, self._number, pid)
-
-    def run(self, command: str, *, timeout: float | None = None, check: bool = False) -> Result[str]:
+    def run(self, command: str, *, timeout: float | None = None, check: bool = False) -> Result:
         """Run a command line in the shell itself and return its result.
 
         Its standard input is /dev/null. One command runs at a time; calls from other threads wait
@@ -48,7 +41,7 @@ class Shell(Handle):
             command=command.encode("utf-8", errors="surrogateescape"),
             timeout=timeout,
         )
-        result: Result[str] = Result(
+        result = Result(
             exit_code=answer["exit_code"],
             stdout=convert(answer["stdout"], text=True),
             stderr=convert(answer["stderr"], text=True),
@@ -60,11 +53,11 @@ class Shell(Handle):
         return result
 
     def close(self) -> None:
-        """End the shell (its background jobs live on, as after a hangup that they ignore)."""
+        """Kill the shell. Its background jobs live on."""
         self._call("kill", signal=9)
 
 
-def failure(command: object, result: Result[str] | Result[bytes]) -> str:
+def failure(command: object, result: AnyResult[str] | AnyResult[bytes]) -> str:
     """The sentence of a `CommandFailed`."""
     said = result.stderr
     text = said.decode(errors="replace") if isinstance(said, bytes) else said

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 
 import click
 import msgspec
@@ -12,8 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from deltabox.doctor import Finding, examine, sentences
-
-DEFAULT_STATE = "/var/lib/deltabox"
 
 
 @click.command()
@@ -39,10 +35,10 @@ def doctor(*, as_json: bool, clean: bool) -> None:
 
 def _clean() -> list[str]:
     """What was removed, one line each. Needs no engine running; one that runs is left alone."""
+    from deltabox._connection import state_directory
     from deltabox.keeper.journal import clean
 
-    state = Path(os.environ.get("DELTABOX_STATE") or DEFAULT_STATE)
-    return clean(state)
+    return clean(state_directory())
 
 
 def _show(findings: list[Finding], reasons: list[str], cleaned: list[str] | None) -> None:

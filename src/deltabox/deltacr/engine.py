@@ -239,7 +239,13 @@ class Tree:
                 "reports": inner_reports.fileno(),
             }
             try:
-                run = template.door.run(sealed, slot, fds)
+                with template.door.lock:
+                    run = template.door.send(sealed, slot, fds)
+                    try:
+                        template.door.answer(run)
+                    except BaseException:
+                        _end_first(run.variable(pid))
+                        raise
             finally:
                 inner_requests.close()
                 inner_reports.close()
@@ -420,6 +426,13 @@ class Tree:
             # the engine's own group in that hierarchy goes with its last tree
             with contextlib.suppress(OSError):
                 group.parent.rmdir()
+
+
+def _end_first(pid: int) -> None:
+    """Kill a PID 1 whose program did not get far enough to be a tree, with all it has cloned."""
+    if pid > 0:
+        with contextlib.suppress(ProcessLookupError):
+            _end_task(os.pidfd_open(pid))
 
 
 _network_program = boot.network_program()

@@ -50,6 +50,10 @@ class Run:
         value: int = struct.unpack_from("<q", self.memory, VARIABLES_OFFSET + 8 * var.index)[0]
         return value
 
+    def give_up(self) -> None:
+        """Make every party of the program that still waits for another stop waiting."""
+        struct.pack_into("<IiQ", self.memory, 0, 1, errno.ETIMEDOUT, 0)
+
     def check(self) -> None:
         failed, error, where = struct.unpack_from("<IiQ", self.memory, 0)
         if failed:
@@ -84,7 +88,7 @@ class Peer:
             os.close(memfd)
         return Run(sealed, memory)
 
-    def answer(self, run: Run, timeout: float = 30.0) -> None:
+    def answer(self, run: Run, timeout: float = 10.0) -> None:
         """Wait for a program that was sent; raises what went wrong in it."""
         self.sock.settimeout(timeout)
         try:
@@ -92,6 +96,7 @@ class Peer:
         except ConnectionResetError:
             data = b""
         except TimeoutError as error:
+            run.give_up()
             raise PeerGone(f"no answer from a program within {timeout:.0f} s") from error
         run.check()
         if not data:

@@ -29,7 +29,7 @@ from .objects import credentials, files, pipes, signals, timers
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
 from .topology import Task, arrange, everyone
 
-_GROUPS_EXIST, _JOINED, _READY, _GO, _LOCAL = range(5)
+_GROUPS_EXIST, _JOINED, _READY, _GO, _CLONED, _LOCAL = range(6)
 _PR_SET_NAME, _PR_SET_DUMPABLE, _PR_SET_TIMERSLACK = 15, 4, 29
 _PR_SET_CHILD_SUBREAPER, _PR_SET_THP_DISABLE = 36, 41
 _ARCH_SET_GS, _ARCH_SET_FS = 0x1001, 0x1002
@@ -90,6 +90,10 @@ class _Compiler:
         self._clone_all(init, self.root)
         everybody = len(self.tasks) + 1
         init.barrier(_GROUPS_EXIST, everybody)
+        # The door answers only now and serves one program at a time: what a clone inherits is a
+        # property of the memory that all restores of this template share.
+        init.barrier(_CLONED, 2)
+        program.root.barrier(_CLONED, 2)
         init.barrier(_JOINED, everybody)
         for stand_in in self.root.stand_ins:
             init.call(nr.WAIT4, stand_in.pid, 0, _WALL, 0, what="reap a stand-in")

@@ -59,9 +59,7 @@ def look_up(inside: Inside, user: str | int) -> Account:
             if int(uid) >= IDS or int(gid) >= IDS:
                 raise ValueError(f"the ids of user {name!r} are beyond the sandbox's range")
             groups = {int(gid)}
-            for _, _, number, members in (
-                parts[:4] for parts in _lines(inside, "/etc/group", 4)
-            ):
+            for _, _, number, members in (parts[:4] for parts in _lines(inside, "/etc/group", 4)):
                 if name in members.split(",") and number.isascii() and number.isdigit():
                     groups.add(int(number))
             allowed = tuple(sorted(group for group in groups if group < IDS))

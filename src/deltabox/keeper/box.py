@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..deltacr.engine import Live
-from ..deltafs.image import Layer
+from ..deltafs.layers import Layer
 from ..errors import DeltaBoxError, RolledBack, SandboxClosed, StaleHandle
 from ..linux.openat2 import openat2
 from .handles import Handle, SavedHandle, restored

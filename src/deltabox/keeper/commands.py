@@ -58,10 +58,7 @@ def _launch(
     call: Call | None = None,
     prepare: Callable[[Handle], None] | None = None,
 ) -> None:
-    if user is None:
-        account = ROOT
-    else:
-        account = with_files(box, lambda inside: look_up(inside, user))
+    account = ROOT if user is None else with_files(box, lambda inside: look_up(inside, user))
     environment = account.environment() | dict(env)
     box.start(
         handle,
@@ -158,9 +155,7 @@ def run(
             started.stdin.finish()
 
     with box.calling(attach) as call:
-        _launch(
-            box, handle, argv=argv, env=env, cwd=cwd, user=user, call=call, prepare=prepare
-        )
+        _launch(box, handle, argv=argv, env=env, cwd=cwd, user=user, call=call, prepare=prepare)
         try:
             if not _run_to_end(box, number, call, deadline, event):
                 box.kill_tree(number)
@@ -280,9 +275,7 @@ def _in_turn(
                 current = handle.command
                 if current is None:
                     if handle.status is not None:
-                        raise DeltaBoxError(
-                            f"the shell has ended with exit code {handle.status}"
-                        )
+                        raise DeltaBoxError(f"the shell has ended with exit code {handle.status}")
                     handle.command = Command(box.tree.next_number(), call.number, command)
                     break
                 if current.call == call.number and not current.sent:

@@ -279,6 +279,6 @@ def restored(
     return handle
 
 
-def sent(command: Command) -> Command:
-    """The same command, now on its way."""
-    return replace(command, sent=True)
+def sent(command: Command, before: frozenset[int]) -> Command:
+    """The same command, now on its way; `before`: what ran below the shell already."""
+    return replace(command, sent=True, before=before)

@@ -103,10 +103,8 @@ def clean(state: Path) -> list[str]:
         elif kind == "tree" and _remove_tree(state, Path(value)):
             removed.append(f"files of a sandbox: {value}")
     # children after their parents in the journal, before them here
-    for value in sorted(groups, key=len, reverse=True):
-        if _remove_group(Path(value)):
-            removed.append(f"control group {value}")
-    return removed
+    groups.sort(key=len, reverse=True)
+    return removed + [f"control group {g}" for g in groups if _remove_group(Path(g))]
 
 
 def _remove_tree(state: Path, directory: Path) -> bool:

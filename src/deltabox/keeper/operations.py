@@ -25,7 +25,7 @@ from typing import Any
 
 from ..deltacr.engine import Live
 from ..deltafs import diff
-from ..deltafs.image import Layer, Snapshot
+from ..deltafs.layers import Layer, Snapshot
 from ..errors import CheckpointError, DeltaBoxError, ForkError, RollbackError
 from .box import Box, Saved
 from .budget import Budget
@@ -109,9 +109,13 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
             raise RollbackError(f"nothing was rolled back: {error}") from error
         with box.steady:
             old_live, old_layer, old_handles = box.live, box.layer, box.handles
+            with box.changed:
+                box.unwatch()  # the end of the old tree is no news
             try:
                 old_live.stop()
             except Exception as error:
+                with box.changed:
+                    box.watch()
                 tree.forsake(box, new)
                 raise RollbackError(f"nothing was rolled back: {error}") from error
             with box.changed:
@@ -232,9 +236,7 @@ def changed_files(tree: Tree, reference: str) -> int:
             before: Layer | Snapshot = tree.origin
             if node.parent is not None:
                 with tree.pinned(node.parent) as parent:
-                    node.changed_files = len(
-                        diff.diff(parent.snapshot, node.snapshot, tree.base)
-                    )
+                    node.changed_files = len(diff.diff(parent.snapshot, node.snapshot, tree.base))
             else:
                 node.changed_files = len(diff.diff(before, node.snapshot, tree.base))
         return node.changed_files

@@ -222,6 +222,11 @@ class Requests:
             stats = dict(tree.find(which).stats)
         return stats | {"changed_files": operations.changed_files(tree, which)}
 
+    def do_measured(self, connection: Connection, *, box: str, which: str) -> dict[str, Any]:
+        tree = self.box(box).tree
+        with tree.lock:
+            return dict(tree.find(which).stats)
+
     def do_diff(
         self, connection: Connection, *, box: str, old: str, new: str | None
     ) -> list[dict[str, Any]]:
@@ -280,6 +285,11 @@ class Requests:
     def do_poll(self, connection: Connection, *, box: str, handle: int) -> int | None:
         return commands.poll(self.box(box), handle)
 
+    def do_handle(self, connection: Connection, *, box: str, handle: int) -> int:
+        found = self.box(box)
+        with found.changed:
+            return found.handle(handle).pid
+
     def do_kill(self, connection: Connection, *, box: str, handle: int, signal: int) -> None:
         self.box(box).kill(handle, signal)
 
@@ -304,12 +314,13 @@ class Requests:
     def do_file_stat(self, connection: Connection, *, box: str, path: str) -> dict[str, Any]:
         return asdict(self._files(box, lambda inside: inside.stat(path)))
 
+    def do_file_kind(self, connection: Connection, *, box: str, path: str) -> str:
+        return str(self._files(box, lambda i: i.stat(path, follow_symlinks=False).kind))
+
     def do_file_exists(self, connection: Connection, *, box: str, path: str) -> bool:
         return bool(self._files(box, lambda inside: inside.exists(path)))
 
-    def do_file_mkdir(
-        self, connection: Connection, *, box: str, path: str, parents: bool
-    ) -> None:
+    def do_file_mkdir(self, connection: Connection, *, box: str, path: str, parents: bool) -> None:
         self._files(box, lambda inside: inside.mkdir(path, parents=parents))
 
     def do_file_remove(

@@ -27,7 +27,8 @@ from typing import Any
 
 from ..deltacr.engine import Engine, Live, Template
 from ..deltafs import root
-from ..deltafs.image import Image, Layer, Snapshot
+from ..deltafs.image import Image
+from ..deltafs.layers import Layer, Snapshot
 from ..errors import UnknownCheckpoint
 from .background import Background
 from .box import Box, Saved
@@ -152,9 +153,7 @@ class Tree:
             self.origin = self.image.snapshot(layer)
             mount = root.root_mount(self.base_fd, layer, self.engine.userns, self.owner)
             try:
-                box.live = self.engine.boot(
-                    root_mount=mount, hostname="sandbox"
-                )
+                box.live = self.engine.boot(root_mount=mount, hostname="sandbox")
             finally:
                 os.close(mount)
             undo.callback(box.live.end)

@@ -1,0 +1,505 @@
+"""The sandbox, as its user holds it.
+
+A thin client: every method is one request to the keeper (see `deltabox.keeper`), nothing about the
+sandbox is remembered here. All methods may be called from any thread at any time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Literal, NoReturn, TypeVar, overload
+
+from ._connection import Keeper, callback_error, keeper, no_copies
+from .checkpoint import Change, Checkpoint, reference
+from .errors import CommandFailed, SandboxClosed
+from .files import Files, StrPath
+from .process import (
+    AnyResult,
+    BytesProcess,
+    BytesResult,
+    Handle,
+    Process,
+    ProcessInfo,
+    Result,
+    convert,
+)
+from .shell import Shell, failure
+
+H = TypeVar("H", bound=Handle)
+Command = str | Sequence[str]
+
+_UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_trees: dict[str, weakref.WeakSet[Sandbox]] = {}
+_trees_lock = threading.Lock()
+
+
+def size(value: str | int, what: str = "a size") -> int:
+    """A number of bytes from an int or a string like `"512M"` or `"2G"` (powers of 1024)."""
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise TypeError(f"{what} is an int or a str such as '2G', not {type(value).__name__}")
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
+        if found is None:
+            raise ValueError(f"{what} is written like '512M' or '2G', not {value!r}")
+        value = int(float(found[1]) * (1 << _UNITS[found[2].upper()]))
+    if value <= 0:
+        raise ValueError(f"{what} must be more than 0")
+    return value
+
+
+class Sandbox:
+    """A live Linux sandbox: files and processes that can be checkpointed, rolled back and forked.
+
+    >>> with Sandbox.create() as sb:                        # doctest: +SKIP
+    ...     sh = sb.shell()
+    ...     sh.run("x=1")
+    ...     cp = sb.checkpoint("ready")
+    ...     sh.run("x=2; rm -rf /usr")
+    ...     sb.rollback(cp)
+    ...     sh.run("echo $x; ls -d /usr").stdout
+    '1\\n/usr\\n'
+
+    Made by `create` and `fork`, closed by `close`, by the end of a `with` block, and in any case
+    when this process ends.
+    """
+
+    def __init__(self, *, _keeper: Keeper, _described: dict[str, Any]) -> None:
+        self._keeper = _keeper
+        self._box: str = _described["box"]
+        self._tree: str = _described["tree"]
+        self._closed = False
+        self._process = os.getpid()
+        self.files = Files(self)
+        """Read and write files inside; see `Files`."""
+        with _trees_lock:
+            _trees.setdefault(self._tree, weakref.WeakSet()).add(self)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        base: StrPath = "/",
+        hide: Sequence[str] | None = None,
+        memory_limit: str | int | None = None,
+        pids_limit: int | None = None,
+        disk_limit: str | int | None = None,
+        network: Literal["none", "host"] = "none",
+        max_memory: str | int | None = None,
+        max_disk: str | int | None = None,
+    ) -> Sandbox:
+        """Make a sandbox and start it: a fresh root, nothing running.
+
+        base: the directory that is its root; it is never written to. What is mounted below it is
+            not part of it.
+        hide: paths of the base that do not exist inside (`*` matches within one name). Default for
+            `/`: credentials of users and tools; see `docs/semantics.md`.
+        memory_limit, disk_limit: bytes, or a string such as `"2G"`. The disk limit holds for the
+            sandbox with all its checkpoints and forks together.
+        pids_limit: the most processes and threads it may have.
+        network: `"none"`: a loopback interface only. `"host"`: the host's own network, *unsafe*:
+            programs inside reach whatever the host does, its local services too.
+        max_memory, max_disk: change the engine's budget for all its sandboxes: what checkpoints may
+            hold in memory, what images may take on disk. Beyond it is `NoSpace`.
+
+        Raises `HostUnsupported` where the engine cannot run, `ValueError` for a base that is no
+        directory, `NoSpace`.
+        """
+        if network not in ("none", "host"):
+            raise ValueError(f"network is 'none' or 'host', not {network!r}")
+        if isinstance(hide, (str, bytes)):
+            raise TypeError("hide is a list of paths, not one string")
+        if pids_limit is not None and pids_limit < 1:
+            raise ValueError("pids_limit must be more than 0")
+        made = keeper()
+        with made.making(
+            "create",
+            start=True,
+            base=os.path.abspath(os.fspath(base)),
+            hide=None if hide is None else [os.fspath(path) for path in hide],
+            memory_limit=_optional(memory_limit, "memory_limit"),
+            pids_limit=pids_limit,
+            disk_limit=_optional(disk_limit, "disk_limit"),
+            network=network,
+            max_memory=_optional(max_memory, "max_memory"),
+            max_disk=_optional(max_disk, "max_disk"),
+        ) as described:
+            return cls(_keeper=made, _described=described)
+
+    # -- running programs --------------------------------------------------------------------
+
+    @overload
+    def run(
+        self,
+        command: Command,
+        *,
+        cwd: str = ...,
+        env: Mapping[str, str] | None = ...,
+        user: str | int | None = ...,
+        input: str | bytes | None = ...,
+        timeout: float | None = ...,
+        check: bool = ...,
+        on_stdout: Callable[[str], object] | None = ...,
+        text: Literal[True] = ...,
+    ) -> Result: ...
+
+    @overload
+    def run(
+        self,
+        command: Command,
+        *,
+        cwd: str = ...,
+        env: Mapping[str, str] | None = ...,
+        user: str | int | None = ...,
+        input: str | bytes | None = ...,
+        timeout: float | None = ...,
+        check: bool = ...,
+        on_stdout: Callable[[bytes], object] | None = ...,
+        text: Literal[False],
+    ) -> BytesResult: ...
+
+    def run(
+        self,
+        command: Command,
+        *,
+        cwd: str = "/",
+        env: Mapping[str, str] | None = None,
+        user: str | int | None = None,
+        input: str | bytes | None = None,
+        timeout: float | None = None,
+        check: bool = False,
+        on_stdout: Callable[[Any], object] | None = None,
+        text: bool = True,
+    ) -> Result | BytesResult:
+        """Run a command to its end.
+
+        command: a string, run by `/bin/sh -c`, or a list: a program and its arguments.
+        cwd: the directory inside to run it in.
+        env: variables added to a small clean environment; nothing of the host's leaks in.
+        user: a name or uid inside; root by default.
+        input: what it reads from standard input; by default that is /dev/null.
+        timeout: seconds; then the command and all its descendants are killed and `CommandTimeout`
+            raised, with `stdout` and `stderr` as far as they got.
+        check: raise `CommandFailed` for an exit code that is not 0.
+        on_stdout: called in this thread with each piece of the output as it comes. An exception of
+            it, like Ctrl-C, kills the command and goes to the caller.
+        text: whether the streams are str (UTF-8) or bytes.
+
+        The command is over when its own process has ended; what it left in the background runs
+        on, its output then goes nowhere. Raises `FileNotFoundError` or `PermissionError` when a
+        program (of a list) or `cwd` is missing, `RolledBack` when the sandbox is rolled back to a
+        state from before this call.
+        """
+        started = time.monotonic()
+        piece = None
+        if on_stdout is not None:
+            callback, decode = on_stdout, _decoder() if text else None
+
+            def piece(data: bytes) -> None:
+                shown = data if decode is None else decode(data)
+                if shown:
+                    callback(shown)
+
+        if isinstance(input, str):
+            input = input.encode("utf-8", errors="surrogateescape")
+        try:
+            answer = self._keeper.stream(
+                "run",
+                piece,
+                box=self._check_open(),
+                argv=_argv(command),
+                env=_environment(env),
+                cwd=_directory(cwd),
+                user=user,
+                input=input,
+                timeout=_seconds(timeout),
+                stream=on_stdout is not None,
+            )
+        except Exception as error:
+            callback_error(error)
+        fields: dict[str, Any] = {
+            "exit_code": answer["exit_code"],
+            "stdout": convert(answer["stdout"], text=text),
+            "stderr": convert(answer["stderr"], text=text),
+            "duration": time.monotonic() - started,
+            "truncated": answer["truncated"],
+        }
+        result: Result | BytesResult = Result(**fields) if text else BytesResult(**fields)
+        if check and result.exit_code != 0:
+            shown: AnyResult[str] | AnyResult[bytes] = result
+            raise CommandFailed(failure(command, shown), result=result)
+        return result
+
+    @overload
+    def spawn(
+        self,
+        command: Command,
+        *,
+        cwd: str = ...,
+        env: Mapping[str, str] | None = ...,
+        user: str | int | None = ...,
+        text: Literal[True] = ...,
+    ) -> Process: ...
+
+    @overload
+    def spawn(
+        self,
+        command: Command,
+        *,
+        cwd: str = ...,
+        env: Mapping[str, str] | None = ...,
+        user: str | int | None = ...,
+        text: Literal[False],
+    ) -> BytesProcess: ...
+
+    def spawn(
+        self,
+        command: Command,
+        *,
+        cwd: str = "/",
+        env: Mapping[str, str] | None = None,
+        user: str | int | None = None,
+        text: bool = True,
+    ) -> Process | BytesProcess:
+        """Start a program to talk to. Options as for `run`."""
+        answer = self._call(
+            "spawn",
+            argv=_argv(command),
+            env=_environment(env),
+            cwd=_directory(cwd),
+            user=user,
+        )
+        made = Process if text else BytesProcess
+        return made(self, answer["handle"], answer["pid"])
+
+    def shell(
+        self,
+        *,
+        cwd: str = "/",
+        env: Mapping[str, str] | None = None,
+        user: str | int | None = None,
+    ) -> Shell:
+        """Start a live bash. Options as for `run`."""
+        answer = self._call("shell", env=_environment(env), cwd=_directory(cwd), user=user)
+        return Shell(self, answer["handle"], answer["pid"])
+
+    def processes(self) -> list[ProcessInfo]:
+        """All processes, as seen inside, by pid; the sandbox's own first process is left out."""
+        return [
+            ProcessInfo(**(info | {"cmdline": tuple(info["cmdline"])}))
+            for info in self._call("processes")
+        ]
+
+    # -- states ------------------------------------------------------------------------------
+
+    def checkpoint(self, name: str | None = None) -> Checkpoint:
+        """Keep the present state, files and processes at one instant. The programs run on.
+
+        name: unique in the tree of sandboxes (`ValueError`).
+
+        Raises `UnsupportedState` when the sandbox holds something that could not be given back,
+        `CheckpointError`, `NoSpace`; the sandbox runs on then as if nothing had been.
+        """
+        if name is not None and (not isinstance(name, str) or not name):
+            raise ValueError(f"a checkpoint's name is a str that is not empty, not {name!r}")
+        answer = self._call("checkpoint", name=name)
+        return Checkpoint(self, answer, answer["stats"])
+
+    def rollback(self, checkpoint: Checkpoint | str) -> None:
+        """Go back to a checkpoint of this tree (or its name or id): files and processes.
+
+        Calls that were in flight when the checkpoint was taken, and are still, go on with the
+        restored programs; later ones raise `RolledBack`, later handles `StaleHandle`.
+
+        Raises `UnknownCheckpoint`, `RollbackError`, `NoSpace`; nothing has changed then.
+        """
+        self._call("rollback", to=reference(self._tree, checkpoint))
+
+    def fork(self, *, at: Checkpoint | str | None = None) -> Sandbox:
+        """A live copy of a checkpoint, or of the present state (which becomes a checkpoint)."""
+        return self.fork_many(1, at=at)[0]
+
+    def fork_many(self, count: int, *, at: Checkpoint | str | None = None) -> list[Sandbox]:
+        """Several live copies: all of them, or none and an error.
+
+        Raises `ForkError`, `UnknownCheckpoint`, `NoSpace`, and what `checkpoint` raises.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"the number of copies is an int of at least 1, not {count!r}")
+        with self._keeper.making(
+            "fork",
+            start=False,
+            box=self._check_open(),
+            count=count,
+            at=None if at is None else reference(self._tree, at),
+        ) as described:
+            return [Sandbox(_keeper=self._keeper, _described=one) for one in described]
+
+    def counterpart(self, handle: H) -> H:
+        """This sandbox's own copy of a shell or process of another sandbox of the tree."""
+        if not isinstance(handle, Handle):
+            raise TypeError(f"counterpart() takes a Shell or Process, not {type(handle).__name__}")
+        if handle.sandbox._tree != self._tree:
+            raise ValueError(f"{handle!r} belongs to another tree of sandboxes")
+        pid = self._call("handle", handle=handle._number)
+        return type(handle)(self, handle._number, pid)
+
+    @property
+    def head(self) -> Checkpoint | None:
+        """The checkpoint that the present state began as; None before the first."""
+        answer = self._call("nodes")
+        found = [node for node in answer["nodes"] if node["id"] == answer["head"]]
+        return Checkpoint(self, found[0]) if found else None
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """All checkpoints of the tree, oldest first."""
+        return [Checkpoint(self, node) for node in self._call("nodes")["nodes"]]
+
+    def diff(self, since: Checkpoint | str, until: Checkpoint | str | None = None) -> list[Change]:
+        """What has changed in the files since a checkpoint, until now or another checkpoint."""
+        return [
+            Change(**change)
+            for change in self._call(
+                "diff",
+                old=reference(self._tree, since),
+                new=None if until is None else reference(self._tree, until),
+            )
+        ]
+
+    def patch(
+        self,
+        since: Checkpoint | str,
+        until: Checkpoint | str | None = None,
+        *,
+        under: str = "/",
+    ) -> str:
+        """The changes to text files below a path as a unified diff; see `diff`."""
+        text: str = self._call(
+            "patch",
+            old=reference(self._tree, since),
+            new=None if until is None else reference(self._tree, until),
+            under=under,
+        )
+        return text
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End its processes and free its files. Its tree goes with its last sandbox.
+
+        Closing twice is no error.
+        """
+        if self._closed:
+            return
+        try:
+            self._keeper.call("close", box=self._box)
+        except SandboxClosed:
+            pass  # its keeper has ended, and everything with it
+        self._closed = True
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed from here."""
+        return self._closed
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or os.getpid() != self._process:
+            return
+        warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+        try:
+            self._keeper.post("close", box=self._box)
+        except Exception:
+            pass  # at the interpreter's end; the keeper closes what this process leaves
+
+    def __reduce__(self) -> NoReturn:
+        no_copies("Sandbox")
+
+    def __repr__(self) -> str:
+        return f"<Sandbox {self._box}{' (closed)' if self._closed else ''}>"
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _check_open(self) -> str:
+        if self._closed:
+            raise SandboxClosed("the sandbox is closed")
+        return self._box
+
+    def _call(self, op: str, **arguments: Any) -> Any:
+        return self._keeper.call(op, box=self._check_open(), **arguments)
+
+    def _open_one(self) -> Sandbox:
+        """This sandbox, or another of its tree that is still open."""
+        if self._closed:
+            with _trees_lock:
+                for other in _trees.get(self._tree, ()):
+                    if not other._closed:
+                        return other
+        return self
+
+
+def _optional(value: str | int | None, what: str) -> int | None:
+    return None if value is None else size(value, what)
+
+
+def _argv(command: Command) -> list[str]:
+    if isinstance(command, str):
+        argv = ["/bin/sh", "-c", command]
+    elif not isinstance(command, (list, tuple)):
+        raise TypeError(f"a command is a str or a list of str, not {type(command).__name__}")
+    else:
+        argv = [os.fspath(word) for word in command]
+        if not argv:
+            raise ValueError("a command cannot be an empty list")
+    for word in argv:
+        if not isinstance(word, str):
+            raise TypeError(f"the words of a command are str, not {type(word).__name__}")
+        if "\0" in word:
+            raise ValueError("a command cannot contain a NUL character")
+    return argv
+
+
+def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
+    for key, value in (env or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(f"environment variables are str, not {key!r}: {value!r}")
+        if not key or "=" in key or "\0" in key + value:
+            raise ValueError(f"{key!r}={value!r} cannot be an environment variable")
+    return dict(env or {})
+
+
+def _directory(cwd: str) -> str:
+    cwd = os.fspath(cwd)
+    if not cwd.startswith("/"):
+        raise ValueError(f"cwd is an absolute path inside the sandbox, {cwd!r} is not")
+    return cwd
+
+
+def _seconds(timeout: float | None) -> float | None:
+    if timeout is not None and (timeout < 0 or math.isnan(timeout)):
+        raise ValueError(f"a timeout is a number of seconds, not {timeout!r}")
+    return timeout
+
+
+def _decoder() -> Callable[[bytes], str]:
+    import codecs
+
+    return codecs.getincrementaldecoder("utf-8")(errors="replace").decode

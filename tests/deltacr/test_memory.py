@@ -1,0 +1,122 @@
+"""Private memory of every kind comes back byte for byte, with the same map."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltabox import Sandbox, UnsupportedState
+from tests.probe import Probe, check
+
+_SHAPE = r"""
+def shape():
+    out = []
+    for line in open('/proc/self/maps'):
+        where, prot, offset, device, inode, *name = line.split()
+        if not where.startswith('3000'):
+            out.append([where, prot, offset, inode, *name])
+    return out
+def flags():
+    out, where = {}, ''
+    for line in open('/proc/self/smaps'):
+        head = line.split()[0]
+        if '-' in head and head[0] in '0123456789abcdef':
+            where = head
+        elif head == 'VmFlags:' and not where.startswith('3000'):
+            out[where] = ' '.join(f for f in line.split()[1:] if f != 'sd')
+    return out
+"""
+
+
+def test_kinds_of_memory(sandbox: Sandbox) -> None:
+    check(
+        sandbox,
+        setup=_SHAPE
+        + r"""
+ANON = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+heap = [b'%d' % i * 50 for i in range(20000)]
+big = mmap.mmap(-1, 8 << 20, flags=ANON)
+big[::4096] = bytes(i % 251 for i in range(2048))
+sparse = mmap.mmap(-1, 64 << 20, flags=ANON); sparse[33 << 20] = 9
+huge = mmap.mmap(-1, 8 << 20, flags=ANON); huge.madvise(mmap.MADV_HUGEPAGE); huge[:] = b'h' * (8 << 20)
+secret = mmap.mmap(-1, 1 << 16, flags=ANON); secret[:6] = b'secret'
+address = ctypes.addressof(ctypes.c_char.from_buffer(secret))
+libc.mprotect(ctypes.c_void_p(address), 1 << 16, 0)
+data = open('/root/mapped', 'wb+'); data.write(b'file' * 4096); data.flush()
+cow = mmap.mmap(data.fileno(), 16384, flags=mmap.MAP_PRIVATE, prot=3); cow[5000:5003] = b'COW'
+shown = mmap.mmap(data.fileno(), 16384, flags=mmap.MAP_SHARED, prot=1)
+def hidden():
+    libc.mprotect(ctypes.c_void_p(address), 1 << 16, 1)
+    word = ctypes.string_at(address, 6).decode()
+    libc.mprotect(ctypes.c_void_p(address), 1 << 16, 0)
+    return word
+def total():
+    import zlib
+    return [zlib.crc32(b''.join(heap)), zlib.crc32(big[:]), sparse[33 << 20], sparse[0],
+            zlib.crc32(huge[:]), zlib.crc32(cow[:]), zlib.crc32(shown[:]), hidden()]
+total(); shape(); flags()
+""",
+        report="total()",
+        change="big[4096] = (big[4096] + 1) % 251; cow[1] = 7; sparse[33 << 20] = 1",
+    )
+
+
+def test_the_map_has_the_same_shape(sandbox: Sandbox) -> None:
+    probe = Probe.start(sandbox)
+    probe.do(_SHAPE)
+    probe.do(
+        "extra = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS); extra[5] = 1;"
+        "threads = [threading.Thread(target=time.sleep, args=(999,), daemon=True) for _ in range(4)];"
+        "[t.start() for t in threads]; shape(); flags()"
+    )
+    probe.do("before = [shape(), flags()]")
+    checkpoint = sandbox.checkpoint()
+    for _ in range(3):
+        sandbox.rollback(checkpoint)
+        after = probe.ask("[shape(), flags()]")
+        before = probe.ask("before")
+        assert after[0] == before[0]
+        assert after[1] == before[1]
+
+
+def test_in_place_overwrite_of_a_mapped_library(sandbox: Sandbox) -> None:
+    """What a live tree writes into a library later must not show in restored copies of it."""
+    sandbox.run("cp /lib/x86_64-linux-gnu/libz.so.1 /root/mine.so", check=True)
+    probe = Probe.start(sandbox)
+    probe.do(
+        "lib = ctypes.CDLL('/root/mine.so'); lib.zlibVersion.restype = ctypes.c_char_p;"
+        "size = os.path.getsize('/root/mine.so')"
+    )
+    checkpoint = sandbox.checkpoint()
+    sandbox.run("dd if=/dev/zero of=/root/mine.so bs=4096 count=30 conv=notrunc", check=True)
+    fork = sandbox.fork(at=checkpoint)
+    with fork:
+        copy = probe.within(fork)
+        assert copy.ask("lib.zlibVersion().decode()").startswith("1.")
+        assert copy.ask("lib.crc32(0, b'abc', 3) & 0xffffffff") == 0x352441C2
+        sandbox.rollback(checkpoint)
+        assert probe.ask("lib.crc32(0, b'abc', 3) & 0xffffffff") == 0x352441C2
+
+
+def test_growing_stack_and_heap(sandbox: Sandbox) -> None:
+    check(
+        sandbox,
+        setup="""
+def depth(n):
+    return 1 + depth(n - 1) if n else 0
+sys.setrecursionlimit(20000)
+resource.setrlimit(resource.RLIMIT_STACK, (1 << 26, resource.RLIM_INFINITY))
+grown = depth(100)
+kept = []
+""",
+        report="[depth(3000), len(kept), sum(len(k) for k in kept)]",
+        change="kept.append(bytearray(1 << 20)); depth(9000)",
+    )
+
+
+def test_shared_anonymous_memory_is_refused(sandbox: Sandbox) -> None:
+    probe = Probe.start(sandbox)
+    probe.do("shared = mmap.mmap(-1, 4096)")
+    with pytest.raises(UnsupportedState, match="shared memory"):
+        sandbox.checkpoint()
+    probe.do("shared.close()")
+    sandbox.checkpoint()

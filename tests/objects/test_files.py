@@ -1,0 +1,114 @@
+"""Regular files, directories and devices that a process has open."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltabox import Sandbox, UnsupportedState
+from tests.probe import Probe, check
+
+
+def test_offset_flags_and_content(sandbox: Sandbox) -> None:
+    check(
+        sandbox,
+        setup="""
+f = os.open('/root/data', os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+os.write(f, b'one two three')
+os.lseek(f, 4, os.SEEK_SET)
+g = os.open('/root/data', os.O_RDONLY | os.O_NONBLOCK)
+os.set_inheritable(g, True)
+""",
+        report="""[os.lseek(f, 0, os.SEEK_CUR), fcntl.fcntl(f, fcntl.F_GETFL), fcntl.fcntl(f, fcntl.F_GETFD),
+fcntl.fcntl(g, fcntl.F_GETFL), fcntl.fcntl(g, fcntl.F_GETFD), os.pread(g, 99, 0).decode(),
+sorted(int(n) for n in os.listdir('/proc/self/fd') if int(n) < 30)]""",
+        change="os.write(f, b'!'); h = os.open('/etc/passwd', os.O_RDONLY)",
+    )
+
+
+def test_shared_descriptions_stay_shared(sandbox: Sandbox) -> None:
+    check(
+        sandbox,
+        setup="""
+f = os.open('/etc/passwd', os.O_RDONLY)
+same = os.dup(f)
+other = os.open('/etc/passwd', os.O_RDONLY)
+os.lseek(f, 7, os.SEEK_SET)
+def seek_both():
+    was = os.lseek(f, 0, os.SEEK_CUR)
+    os.lseek(same, 100, os.SEEK_SET)
+    now = os.lseek(f, 0, os.SEEK_CUR)
+    os.lseek(f, was, os.SEEK_SET)
+    return [was, now, os.lseek(other, 0, os.SEEK_CUR)]
+""",
+        report="seek_both()",
+        change="os.lseek(other, 3, os.SEEK_CUR)",
+    )
+
+
+def test_a_deleted_file_lives_on(sandbox: Sandbox) -> None:
+    check(
+        sandbox,
+        setup="""
+f = open('/root/gone', 'w+')
+f.write('still here'); f.flush()
+os.unlink('/root/gone')
+again = os.open('/proc/self/fd/%d' % f.fileno(), os.O_RDONLY)
+""",
+        report="""[os.pread(f.fileno(), 99, 0).decode(), os.pread(again, 99, 0).decode(), f.tell(),
+os.readlink('/proc/self/fd/%d' % f.fileno()), os.path.exists('/root/gone'),
+os.fstat(f.fileno()).st_ino == os.fstat(again).st_ino]""",
+        change="os.pwrite(f.fileno(), b'LOST', 0)",
+    )
+
+
+def test_directories_and_devices(sandbox: Sandbox) -> None:
+    check(
+        sandbox,
+        setup="""
+d = os.open('/etc', os.O_RDONLY | os.O_DIRECTORY)
+devices = {n: os.open('/dev/' + n, os.O_RDWR) for n in ('null', 'zero', 'full', 'urandom')}
+where = os.open('/usr', os.O_PATH)
+""",
+        report="""[os.readlink('/proc/self/fd/%d' % d), 'passwd' in os.listdir(d), os.read(devices['zero'], 4).hex(),
+len(os.read(devices['urandom'], 8)), os.write(devices['null'], b'x'),
+os.readlink('/proc/self/fd/%d' % where), os.path.exists('/etc/mark')]""",
+        change="open('/etc/mark', 'w').close()",
+    )
+
+
+def test_directories_of_the_process(sandbox: Sandbox) -> None:
+    check(
+        sandbox,
+        setup="os.makedirs('/srv/jail/inner'); os.chdir('/srv/jail'); os.umask(0o027)",
+        report="[os.getcwd(), os.umask(0o027), sorted(os.listdir('.'))]",
+        change="os.chdir('/'); os.umask(0o077)",
+    )
+
+
+def test_chroot(sandbox: Sandbox) -> None:
+    sandbox.run("mkdir -p /srv/jail/inner && echo in > /srv/jail/mark", check=True)
+    check(
+        sandbox,
+        setup="os.chdir('/srv/jail/inner'); os.chroot('/srv/jail')",
+        report="[open('/mark').read(), sorted(os.listdir('/')), os.getcwd()]",
+        change="open('/other', 'w').close()",
+    )
+
+
+def test_a_lock_is_refused_by_name(sandbox: Sandbox) -> None:
+    probe = Probe.start(sandbox)
+    probe.do("f = open('/root/l', 'w'); fcntl.flock(f, fcntl.LOCK_EX)")
+    with pytest.raises(UnsupportedState, match="lock on fd"):
+        sandbox.checkpoint()
+    probe.do("fcntl.flock(f, fcntl.LOCK_UN)")
+    sandbox.checkpoint()
+
+
+def test_the_old_version_of_a_file_is_refused(sandbox: Sandbox) -> None:
+    """Overlayfs goes on reading the base's version through a descriptor opened before a change."""
+    probe = Probe.start(sandbox)
+    probe.do("old = open('/etc/hosts'); w = open('/etc/hosts', 'a'); w.write('1.2.3.4 x'); w.flush()")
+    with pytest.raises(UnsupportedState, match="before it was changed"):
+        sandbox.checkpoint()
+    probe.do("old.close()")
+    sandbox.checkpoint()
