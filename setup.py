@@ -36,14 +36,20 @@ FLAGS = [
     "-ffreestanding",
     "-fno-builtin",
     "-fno-stack-protector",
-    "-fno-pic",
+    # The code copies itself elsewhere: nothing in it may depend on where it was linked.
+    "-fpie",
+    "-fno-jump-tables",
+    # It runs with the registers of no one, and must not need the vector state saved.
+    "-mgeneral-regs-only",
     "-fno-asynchronous-unwind-tables",
     "-fcf-protection=none",
     "-nostdlib",
     "-static",
-    "-no-pie",
     "-Wl,--build-id=none",
     "-Wl,-z,noexecstack",
+    "-Wl,-z,norelro",
+    # Below the range that interpreter.c keeps, so that the seed can unmap it in one call.
+    "-Wl,-Ttext-segment=0x7000000000",
 ]
 
 

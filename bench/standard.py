@@ -123,6 +123,7 @@ class Bench:
             old.delete()
 
     def forks(self, rounds: int) -> None:
+        self.dirty()
         checkpoint = self.sandbox.checkpoint()
         name = f"fork_many({FORKS}), an answer from each"
         for _ in range(rounds):

@@ -228,21 +228,16 @@ def _answer(channel: Channel, event: Callable[[bytes], None] | None) -> Message 
             try:
                 event(message["data"])
             except OSError as error:
-                raise _CallbackError(error) from error
+                raise CallbackError(error) from error
     return None
 
 
-class _CallbackError(Exception):
+class CallbackError(Exception):
     """Carries an OSError of a caller's callback past the handling of connection errors."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def callback_error(error: BaseException) -> NoReturn:
-    """Raise what a callback has raised."""
-    raise error.error if isinstance(error, _CallbackError) else error
 
 
 def _value(answer: Message) -> Any:

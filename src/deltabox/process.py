@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from ._connection import no_copies
+from .errors import CommandTimeout
 
 if TYPE_CHECKING:
     from .sandbox import Sandbox
@@ -67,6 +68,15 @@ class BytesResult(AnyResult[bytes]):
 def convert(data: bytes, *, text: bool) -> Any:
     """`data` as the caller wants it."""
     return data.decode("utf-8", errors="replace") if text else data
+
+
+def readable(error: CommandTimeout, *, text: bool) -> CommandTimeout:
+    """The error, with the streams it carries as the caller wants them."""
+    for name in ("stdout", "stderr"):
+        data = error.attributes.get(name)
+        if isinstance(data, bytes):
+            error.attributes[name] = convert(data, text=text)
+    return error
 
 
 class Handle:

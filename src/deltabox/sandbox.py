@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, TypeVar, overload
 
-from ._connection import Keeper, callback_error, keeper, no_copies
+from ._connection import CallbackError, Keeper, keeper, no_copies
 from .checkpoint import Change, Checkpoint, reference
-from .errors import CommandFailed, SandboxClosed
+from .errors import CommandFailed, CommandTimeout, SandboxClosed
 from .files import Files, StrPath
 from .process import (
     AnyResult,
@@ -30,6 +30,7 @@ from .process import (
     ProcessInfo,
     Result,
     convert,
+    readable,
 )
 from .shell import Shell, failure
 
@@ -222,8 +223,10 @@ class Sandbox:
                 timeout=_seconds(timeout),
                 stream=on_stdout is not None,
             )
-        except Exception as error:
-            callback_error(error)
+        except CommandTimeout as error:
+            raise readable(error, text=text) from None
+        except CallbackError as carrier:
+            raise carrier.error from None
         fields: dict[str, Any] = {
             "exit_code": answer["exit_code"],
             "stdout": convert(answer["stdout"], text=text),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 
-from .errors import CommandFailed
-from .process import AnyResult, Handle, Result, convert
+from .errors import CommandFailed, CommandTimeout
+from .process import AnyResult, Handle, Result, convert, readable
 
 
 class Shell(Handle):
@@ -36,11 +36,14 @@ class Shell(Handle):
         if not isinstance(command, str):
             raise TypeError(f"a shell command is a str, not {type(command).__name__}")
         started = time.monotonic()
-        answer = self._call(
-            "shell_run",
-            command=command.encode("utf-8", errors="surrogateescape"),
-            timeout=timeout,
-        )
+        try:
+            answer = self._call(
+                "shell_run",
+                command=command.encode("utf-8", errors="surrogateescape"),
+                timeout=timeout,
+            )
+        except CommandTimeout as error:
+            raise readable(error, text=True) from None
         result = Result(
             exit_code=answer["exit_code"],
             stdout=convert(answer["stdout"], text=True),

@@ -102,13 +102,3 @@ def test_a_lock_is_refused_by_name(sandbox: Sandbox) -> None:
         sandbox.checkpoint()
     probe.do("fcntl.flock(f, fcntl.LOCK_UN)")
     sandbox.checkpoint()
-
-
-def test_the_old_version_of_a_file_is_refused(sandbox: Sandbox) -> None:
-    """Overlayfs goes on reading the base's version through a descriptor opened before a change."""
-    probe = Probe.start(sandbox)
-    probe.do("old = open('/etc/hosts'); w = open('/etc/hosts', 'a'); w.write('1.2.3.4 x'); w.flush()")
-    with pytest.raises(UnsupportedState, match="before it was changed"):
-        sandbox.checkpoint()
-    probe.do("old.close()")
-    sandbox.checkpoint()

@@ -14,8 +14,9 @@ import struct
 from collections.abc import Callable, Mapping
 
 from ..errors import UnsupportedState
-from ..linux import pidfd, proc, ptrace
 from ..linux import numbers as nr
+from ..linux import pidfd, proc, ptrace
+from ..linux.futex import get_robust_list
 from ..linux.openat2 import openat2
 from . import memory
 from .freeze import Frozen
@@ -34,7 +35,6 @@ from .model import (
 )
 from .model import Mapping as Vma
 from .objects import credentials, files, pipes, signals, timers
-from ..linux.futex import get_robust_list
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
 _PR_GET_TIMERSLACK, _PR_GET_CHILD_SUBREAPER, _PR_GET_TID_ADDRESS = 30, 37, 40
@@ -522,16 +522,9 @@ class _Capturing:
                 raise what(str(refused)) from None
             return Description("fifo", kind, 0, target, pipe=self._pipe(host, number, info.st_ino))
 
-        def held() -> int:
-            process = os.pidfd_open(host)
-            try:
-                return pidfd.getfd(process, number)
-            finally:
-                os.close(process)
-
         try:
             found = files.capture(
-                root=self.live.root, fd_path=path, held=held, target=target, flags=flags,
+                root=self.live.root, fd_path=path, target=target, flags=flags,
                 position=position, owner=self.owner,
             )
         except files.Refused as refused:

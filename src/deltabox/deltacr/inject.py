@@ -116,7 +116,7 @@ class Injection:
                 return [self._one(tid, *call) for call in calls]
             base = self._gap + _RECORDS
             packed = b"".join(
-                struct.pack("<8Q", *((v & _ALL for v in (*call, 0, 0, 0, 0, 0, 0)[:7])), 0)
+                struct.pack("<8Q", *(v & _ALL for v in (*call, 0, 0, 0, 0, 0, 0)[:7]), 0)
                 for call in calls
             )
             os.pwrite(self._memory, packed + b"\xff" * 8, base)

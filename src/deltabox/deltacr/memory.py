@@ -26,7 +26,6 @@ from ..errors import UnsupportedState
 from ..linux import numbers as nr
 from ..linux import pagemap
 from ..linux.proc import read
-from .inject import SIZE as INJECTION_SIZE
 from .model import PAGE, Capture, Mapping, Process
 from .records import CODE, FRAMES, OURS, OURS_END, STASH, Program, Sequence, Var
 
@@ -158,13 +157,22 @@ class Stash:
         address = (self._next & ~(_GIB - 1)) + like % _GIB
         if address < self._next:
             address += _GIB
+        self.reserve_at(address, size, flags)
+        return address
+
+    def reserve_at(self, address: int, size: int, flags: int) -> None:
         self._next = address + size + (2 << 20)
         if self._next > OURS_END:
             raise UnsupportedState(
                 f"a process reserves {size >> 30} GiB of memory", object="mapping"
             )
         self.reservations.append((address, size, flags))
-        return address
+
+    def read(
+        self, process: Process, mapping: Mapping, origin: int, target: int, size: int
+    ) -> None:
+        self.reads.append((process, origin, target, size, bool(mapping.prot & 1)))
+        self.bytes += size
 
 
 def plan(capture: Capture) -> Stash:
@@ -173,38 +181,32 @@ def plan(capture: Capture) -> Stash:
     for process in capture.processes:
         first, before = stash._next, stash.bytes
         end, shift, previous = 0, None, None
-        for mapping in process.mappings:
-            if not mapping.pages:
-                continue
-            readable = bool(mapping.prot & 1)
-            size = sum(high - low for low, high in mapping.pages)
-            stash.bytes += size
-            if mapping.kind == "anonymous":
-                # Neighbours that the kernel had kept apart must not become mergeable, so they are
-                # not stashed side by side.
-                apart = (
-                    previous is not None
-                    and previous.end == mapping.start
-                    and previous.prot == mapping.prot
-                )
-                if shift is None or mapping.start - end > _CLUSTER_GAP or apart:
-                    base = stash.reserve(mapping.size, mapping.start, _map_flags(mapping))
-                    shift = base - mapping.start
-                else:
-                    base = mapping.start + shift
-                    stash.reservations.append((base, mapping.size, _map_flags(mapping)))
-                    stash._next = max(stash._next, base + mapping.size + (2 << 20))
-                end, previous = mapping.end, mapping
-                stash.anonymous[process.pid, mapping.start] = base
-                for low, high in mapping.pages:
-                    stash.reads.append((process, low, base + low - mapping.start, high - low,
-                                        readable))
+        held = [m for m in process.mappings if m.pages]
+        for mapping in (m for m in held if m.kind == "anonymous"):
+            # Neighbours that the kernel had kept apart must not become mergeable, so they are
+            # not stashed side by side.
+            apart = (
+                previous is not None
+                and previous.end == mapping.start
+                and previous.prot == mapping.prot
+            )
+            flags = _map_flags(mapping)
+            if shift is None or mapping.start - end > _CLUSTER_GAP or apart:
+                base = stash.reserve(mapping.size, mapping.start, flags)
+                shift = base - mapping.start
             else:
-                base = stash.reserve(size, 0, 0)
-                for low, high in mapping.pages:
-                    stash.packed[process.pid, low] = base
-                    stash.reads.append((process, low, base, high - low, readable))
-                    base += high - low
+                base = mapping.start + shift
+                stash.reserve_at(base, mapping.size, flags)
+            end, previous = mapping.end, mapping
+            stash.anonymous[process.pid, mapping.start] = base
+            for low, high in mapping.pages:
+                stash.read(process, mapping, low, base + low - mapping.start, high - low)
+        for mapping in (m for m in held if m.kind == "file"):
+            base = stash.reserve(sum(high - low for low, high in mapping.pages), 0, 0)
+            for low, high in mapping.pages:
+                stash.packed[process.pid, low] = base
+                stash.read(process, mapping, low, base, high - low)
+                base += high - low
         if stash.bytes > before:
             stash.extents[process.pid] = (first & -PAGE, (stash._next + PAGE) & -PAGE)
             stash.sizes[process.pid] = stash.bytes - before

@@ -5,7 +5,9 @@ are closed. A *connection* serves one call at a time in a thread of its own, whi
 library thread-safe without any multiplexing. The pump watches each connection for its other end
 being closed, so that a call which waits for a program ends with the caller that asked for it.
 
-When no session has been left for a moment, the keeper ends.
+When there has been no sandbox for a moment, the keeper ends. A client that is still connected then
+finds its connections closed and starts the next keeper when it needs one; a request that arrives
+just too late is not answered, which tells the client the same.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from .streams import Pump
 log = logging.getLogger(__name__)
 
 LINGER: Final = 2.0
-"""Seconds without a session after which the keeper ends."""
+"""Seconds without a sandbox after which the keeper ends."""
 FIRST: Final = 10.0
-"""Seconds it waits for its first session."""
+"""Seconds it waits for its first request."""
 
 
 class Session:
@@ -95,7 +97,7 @@ class Server:
         self.lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ended = False
-        self._busy = 0
+        self._active = 0
 
     def stop(self) -> None:
         """End `serve` soon; may be called from a signal handler."""
@@ -103,19 +105,21 @@ class Server:
         os.eventfd_write(self._wake, 1)
 
     def serve(self) -> None:
-        """Accept and serve until there has been no session for a while."""
+        """Accept and serve until there has been no sandbox for a while."""
         poller = select.poll()
         poller.register(self.listener, select.POLLIN)
         poller.register(self._wake, select.POLLIN)
         end = time.monotonic() + FIRST
         while not self._ended:
             with self.lock:
-                idle = not self.sessions and not self._busy
+                idle = not self._active and not self.requests.boxes
+                if idle and time.monotonic() >= end:
+                    self._ended = True
+                    break
             if not idle:
                 end = time.monotonic() + LINGER
-            elif time.monotonic() >= end:
-                break
-            ready = dict(poller.poll(max(0.0, end - time.monotonic()) * 1000 if idle else None))
+            wait = max(0.0, end - time.monotonic()) * 1000 + 1 if idle else None
+            ready = dict(poller.poll(wait))
             if self._wake in ready:
                 try:
                     os.eventfd_read(self._wake)
@@ -127,6 +131,21 @@ class Server:
         self.path.unlink(missing_ok=True)
         self.listener.close()
 
+    def _begin(self) -> bool:
+        """A request has come; False when it is too late for it."""
+        with self.lock:
+            if self._ended:
+                return False
+            self._active += 1
+            return True
+
+    def _finish(self) -> None:
+        with self.lock:
+            self._active -= 1
+            wake = not self._active and not self.requests.boxes
+        if wake:
+            os.eventfd_write(self._wake, 1)
+
     def _accept(self) -> None:
         try:
             sock, _ = self.listener.accept()
@@ -134,8 +153,6 @@ class Server:
             log.warning("accept: %s", error)
             time.sleep(0.05)  # out of descriptors: do not spin
             return
-        with self.lock:
-            self._busy += 1
         threading.Thread(target=self._serve, args=(sock,), name="connection", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
@@ -145,10 +162,6 @@ class Server:
         except Exception as error:
             log.warning("a connection that failed to greet: %s", error)
             connection = None
-        finally:
-            with self.lock:
-                self._busy -= 1
-            os.eventfd_write(self._wake, 1)
         if connection is None:
             channel.close()
             return
@@ -234,6 +247,8 @@ class Server:
             if op == "claim":
                 continue
             reply: Message
+            if not self._begin():
+                return
             try:
                 reply = {"ok": self._do(connection, op, message)}
             except CallerGone:
@@ -242,6 +257,7 @@ class Server:
                 reply = {"error": describe(error)}
             finally:
                 connection.finished()
+                self._finish()
             try:
                 channel.send(reply)
             except ValueError as error:

@@ -5,15 +5,16 @@ instant, so name, flags and position are all there is to keep.  Whether the name
 open file is checked at capture, by device and inode; a file without any name left becomes a
 `Ghost`: its bytes are saved and put back under its old name just long enough to be opened.
 
-What has no honest way back yet is refused by name: locks, files that were renamed over, files
-whose old version (from before overlayfs copied it up) is still open and differs.
+A descriptor opened before overlayfs copied its file up reads the copy afterwards (ovl_real_file in
+fs/overlayfs/file.c), so names are enough.  A *mapping* made before does not: see memory.py.
+
+What has no honest way back yet is refused by name: locks, and files that were renamed over.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
 
 from ...linux import numbers as nr
 from ...linux.openat2 import openat2
@@ -25,7 +26,6 @@ _O_PATH = 0o10000000
 _O_CREAT, _O_EXCL, _O_TRUNC, _O_NOCTTY, _O_ASYNC = 0o100, 0o200, 0o1000, 0o400, 0o20000
 _O_TMPFILE_BIT = 0o20000000
 _O_NOFOLLOW = 0o400000
-_O_NONBLOCK = 0o4000
 _GHOST_LIMIT = 256 << 20
 DEVICES = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9)}
 PROC_ROOTS = ("/proc/", "/sys/")
@@ -45,16 +45,12 @@ def capture(
     *,
     root: int,
     fd_path: str,
-    held: Callable[[], int],
     target: str,
     flags: int,
     position: int,
     owner: int,
 ) -> Description:
-    """Describe what `fd_path` (/proc/PID/fd/N) points to; `target` is its link text.
-
-    `held` gives a duplicate of the program's own descriptor.
-    """
+    """Describe what `fd_path` (/proc/PID/fd/N) points to; `target` is its link text."""
     info = os.stat(fd_path)
     if flags & _O_ASYNC:
         raise Refused("a file that sends SIGIO")
@@ -85,8 +81,6 @@ def capture(
             _ghost(root, fd_path, target, info, owner),
         )
     check_name(root, target, info)
-    if flags & 3 == 0:
-        check_version(root, held, target)
     return Description("file", open_flags(flags), position, target)
 
 
@@ -103,23 +97,6 @@ def check_name(root: int, target: str, info: os.stat_result, *, follow: bool = T
         os.close(fd)
     if (now.st_dev, now.st_ino) != (info.st_dev, info.st_ino):
         raise Refused(f"an earlier {target}, which has been replaced since")
-
-
-def check_version(root: int, held: Callable[[], int], target: str) -> None:
-    """A file opened for reading before overlayfs copied it up still reads the old version.
-
-    Both versions have the same inode number, so only size and contents tell; the first 64 KiB are
-    compared.
-    """
-    named = openat2(root, target, os.O_RDONLY | _O_NONBLOCK)
-    mine = held()
-    try:
-        same = os.fstat(mine).st_size == os.fstat(named).st_size
-        if not same or os.pread(mine, 65536, 0) != os.pread(named, 65536, 0):
-            raise Refused(f"{target} as it was before it was changed")
-    finally:
-        os.close(mine)
-        os.close(named)
 
 
 def _ghost(root: int, fd_path: str, target: str, info: os.stat_result, owner: int) -> Ghost:
@@ -165,8 +142,7 @@ def restore(program: Program, do: Sequence, number: int, description: Descriptio
     if description.ghost is not None:
         _restore_ghost(program, do, number, description, description.ghost)
         return
-    flags = description.flags | _O_NONBLOCK if description.kind == "device" else description.flags
-    do.call(nr.OPENAT, -100, path, flags, save=opened, what=f"open {description.path}")
+    do.call(nr.OPENAT, -100, path, description.flags, save=opened, what=f"open {description.path}")
     if description.position and description.kind in ("file", "directory"):
         do.call(nr.LSEEK, opened, description.position, 0, what="lseek")
     do.call(nr.DUP3, opened, number, _O_CLOEXEC)
