@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = library.default_cache()
     library.fetch(cache)
     directory = tmp_path_factory.mktemp("pristine")
-    with tarfile.open(library.archive(cache)) as tar:
-        tar.extractall(directory, filter="data")
+    library.unpack(library.archive(cache), directory)
     return directory
 
 

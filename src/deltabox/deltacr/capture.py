@@ -77,9 +77,15 @@ def capture(
     owner: int,
     externals: Mapping[int, str],
     waits: Waits,
+    base: int,
+    born: float,
 ) -> Capture:
-    """Everything but the pages themselves. Raises UnsupportedState."""
-    return _Capturing(live, frozen, owner, externals, waits).whole()
+    """Everything but the pages themselves. Raises UnsupportedState.
+
+    `base` is a descriptor of the base's root (-1: none); `born` the time.time() of the tree's
+    first moment, before which every inode change belongs to the base.
+    """
+    return _Capturing(live, frozen, owner, externals, waits, base, born).whole()
 
 
 class _Capturing:
@@ -90,7 +96,11 @@ class _Capturing:
         owner: int,
         externals: Mapping[int, str],
         waits: Waits,
+        base: int,
+        born: float,
     ) -> None:
+        self.base = base
+        self.born = born
         self.live = live
         self.frozen = frozen
         self.owner = owner
@@ -166,7 +176,7 @@ class _Capturing:
         self._check_process(host, tids, status, refuse)
 
         mappings, vdso, gap = memory.mappings(host, refuse)
-        self._check_files_mapped(mappings, refuse)
+        self._check_files_mapped(host, mappings, refuse)
         ignores_trap = bool(int(status["SigIgn"], 16) >> 4 & 1)
         memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -415,7 +425,7 @@ class _Capturing:
         self._named[key] = True
 
     def _check_files_mapped(
-        self, mappings: list[Vma], refuse: Callable[[str, str], UnsupportedState]
+        self, host: int, mappings: list[Vma], refuse: Callable[[str, str], UnsupportedState]
     ) -> None:
         """Each mapped file's name must still lead to it: it is mapped again by that name."""
         for mapping in mappings:
@@ -424,6 +434,8 @@ class _Capturing:
             device, inode = mapping.device, mapping.inode
             key = (mapping.path, device, inode)
             if key in self._named:
+                if not self._named[key]:
+                    self._check_version(host, mapping, refuse)
                 continue
             try:
                 fd = openat2(self.live.root, mapping.path, os.O_PATH)
@@ -435,7 +447,30 @@ class _Capturing:
             if info.st_ino != inode:
                 raise refuse(f"maps an earlier {mapping.path}, which has been replaced since",
                              "mapping")
-            self._named[key] = True
+            # only a file of the base that has changed since can have two versions
+            self._named[key] = info.st_ctime < self.born or not self._in_base(mapping.path)
+            if not self._named[key]:
+                self._check_version(host, mapping, refuse)
+
+    def _in_base(self, path: str) -> bool:
+        if self.base < 0:
+            return True
+        try:
+            os.close(openat2(self.base, path, os.O_PATH))
+        except OSError:
+            return False
+        return True
+
+    def _check_version(
+        self, host: int, mapping: Vma, refuse: Callable[[str, str], UnsupportedState]
+    ) -> None:
+        memory_fd = os.open(f"/proc/{host}/mem", os.O_RDONLY | os.O_CLOEXEC)
+        file = openat2(self.live.root, mapping.path, os.O_RDONLY)
+        try:
+            memory.check_version(memory_fd, mapping, file, refuse)
+        finally:
+            os.close(file)
+            os.close(memory_fd)
 
     # -- descriptors ----------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ def take(
     *,
     owner: int,
     network: str,
+    base: int,
+    born: float,
     externals: Mapping[int, str],
     at_instant: Callable[[], T],
 ) -> tuple[Template, T]:
@@ -49,7 +51,15 @@ def take(
     with live.lock:
         try:
             with freeze(live) as frozen, _undisturbed(frozen, live.waits):
-                seen = capture(live, frozen, owner=owner, externals=externals, waits=live.waits)
+                seen = capture(
+                    live,
+                    frozen,
+                    owner=owner,
+                    externals=externals,
+                    waits=live.waits,
+                    base=base,
+                    born=born,
+                )
                 stash = memory.plan(seen)
                 _feed(blank, stash)
                 result = at_instant()

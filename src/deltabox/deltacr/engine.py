@@ -17,6 +17,7 @@ import logging
 import os
 import resource
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -110,6 +111,8 @@ class Tree:
         self.name = name
         self.owner = first_uid
         self.network = network
+        self.base = -1  # a descriptor of the base's root, once the keeper has mounted it
+        self.born = time.time()
         self.memory_limit = memory_limit
         self.pids_limit = pids_limit
         self._lives: set[Live] = set()
@@ -178,8 +181,14 @@ class Tree:
         self._filled.add(blank)
         try:
             return checkpoint.take(
-                live, blank, owner=self.owner, network=self.network,
-                externals=externals, at_instant=at_instant,
+                live,
+                blank,
+                owner=self.owner,
+                network=self.network,
+                base=self.base,
+                born=self.born,
+                externals=externals,
+                at_instant=at_instant,
             )
         except BaseException:
             blank.close()

@@ -127,6 +127,27 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
     )
 
 
+def check_version(memory_fd: int, mapping: Mapping, file: int, refuse: Refuse) -> None:
+    """A mapping must show what its file holds now, where the process has not written itself.
+
+    It may not: a mapping made before overlayfs copied a file of the base up stays with the base's
+    version for ever, under the same inode number.
+    """
+    size = os.fstat(file).st_size
+    position = mapping.start
+    edges = [*mapping.pages, (mapping.end, mapping.end)]
+    for low, high in edges:
+        while position < low:
+            offset = mapping.offset + position - mapping.start
+            length = min(low - position, 1 << 20, size - offset)
+            if length <= 0:
+                return
+            if os.pread(memory_fd, length, position) != os.pread(file, length, offset):
+                raise refuse(f"maps {mapping.path} as it was before it was changed", "mapping")
+            position += length
+        position = high
+
+
 def _gap(found: list[Mapping]) -> int:
     """A free range well away from stacks that grow and heaps that grow."""
     ordered = sorted((m.start, m.end) for m in found)

@@ -87,9 +87,17 @@ def _source(work: Path, version: str) -> Path:
     package = work / f"{NAME}-{version}.tar.gz"
     if hashlib.sha256(package.read_bytes()).hexdigest() != SHA256[version]:
         raise DeltaBoxError(f"{package.name} is not the file that the demo was written for")
-    with tarfile.open(package) as tar:
-        tar.extractall(work, filter="data")
+    unpack(package, work)
     return work / f"{NAME}-{version}"
+
+
+def unpack(package: Path, directory: Path) -> None:
+    """Unpack a tar file; its contents are known by their hash."""
+    with tarfile.open(package) as tar:
+        if hasattr(tarfile, "data_filter"):
+            tar.extractall(directory, filter="data")
+        else:  # Python before 3.11.4, Debian 12's among them
+            tar.extractall(directory)
 
 
 def _pip(work: Path, *what: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
@@ -174,8 +173,7 @@ def run(console: Console | None = None) -> Node:
     with tempfile.TemporaryDirectory(prefix="deltabox-demo-") as directory:
         scratch = Path(directory)
         pristine = scratch / "pristine"
-        with tarfile.open(library.archive(cache)) as tar:
-            tar.extractall(pristine, filter="data")
+        library.unpack(library.archive(cache), pristine)
         with Sandbox.create() as sandbox:
             sandbox.files.mkdir(ROOT)
             sandbox.files.upload(str(library.archive(cache)), f"{ROOT}/all.tar")

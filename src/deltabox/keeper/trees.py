@@ -134,6 +134,7 @@ class Tree:
             self.owner = self.engine.owner
             self.base_fd = root.base_mount(base, self.engine.userns)
             undo.callback(os.close, self.base_fd)
+            self.engine.base = self.base_fd
             self.background = Background(name, idle=self._idle)
             undo.pop_all()
 
