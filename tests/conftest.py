@@ -1,16 +1,19 @@
 """What all tests share: a state directory of their own, a sandbox, and the check for leaks.
 
-The check runs once, after the last test: by then the keeper must have gone by itself, and with
-it every process, mount, loop device and cgroup that any test had it make.
+The check runs once, after the last test: all sandboxes are closed then, so their files, loop
+devices and cgroups must be gone while the keeper still runs. Then the keeper is told to end, and
+must leave no process, mount or cgroup either.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,25 +22,24 @@ import pytest
 if TYPE_CHECKING:
     from deltabox import Sandbox
 
-GONE_WITHIN = 20.0  # seconds; the keeper stays a little after its last client
+GONE_WITHIN = 15.0  # seconds; much is freed in the background
 
 # Set at import, before any test module can start a keeper.
 _STATE = Path(tempfile.mkdtemp(prefix="deltabox-tests-"))
 os.environ["DELTABOX_STATE"] = str(_STATE)
 
 
-def processes() -> set[str]:
-    """Keepers of our state directory; what they made is found in their cgroups."""
-    found = set()
+def keepers() -> list[int]:
+    """The keepers of our state directory."""
+    found = []
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(_STATE) in command and int(entry.name) != os.getpid():
-            found.add(f"process {entry.name}: {command}")
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"deltabox.keeper" in command and str(_STATE).encode() in command:
+                found.append(int(entry.name))
     return found
 
 
@@ -61,40 +63,52 @@ def loop_devices() -> set[str]:
 def cgroups() -> set[str]:
     """The groups of our keeper and of dead ones; those of another live keeper are its own."""
     found = set()
+    ours = {str(pid) for pid in keepers()}
     for directory, below, _ in os.walk("/sys/fs/cgroup"):
         for name in below:
-            keeper = name.removeprefix("deltabox-")
-            if name == keeper:
-                continue
-            try:
-                command = Path(f"/proc/{keeper}/cmdline").read_bytes()
-            except OSError:
-                command = str(_STATE).encode()
-            if str(_STATE).encode() in command:
-                found.add(f"cgroup {directory}/{name}")
+            pid = name.removeprefix("deltabox-")
+            if name != pid and (pid in ours or not Path(f"/proc/{pid}").exists()):
+                found.add(f"{directory}/{name}")
     return found
 
 
-def resources() -> set[str]:
+def sandboxes() -> set[str]:
+    """What exists only while a sandbox does."""
+    found = {f"files {path}" for path in (_STATE / "trees").glob("*")}
+    for group in cgroups():
+        found |= {f"cgroup {path.parent}" for path in Path(group).glob("*/cgroup.procs")}
+    return found | loop_devices()
+
+
+def everything() -> set[str]:
     """Everything on this host that looks like ours."""
-    return processes() | mounts() | loop_devices() | cgroups()
+    running = {f"keeper {pid}" for pid in keepers()}
+    return running | mounts() | loop_devices() | {f"cgroup {path}" for path in cgroups()}
+
+
+def _left(look: Callable[[], set[str]], before: set[str]) -> str:
+    """What is still there when it has had its time to go, one a line."""
+    deadline = time.monotonic() + GONE_WITHIN
+    while (left := look() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return "\n".join(sorted(left))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    before = resources()
+    before = everything()
+    before_sandboxes = sandboxes()
     yield
-    deadline = time.monotonic() + GONE_WITHIN
-    while (left := resources() - before) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    gc.collect()
+    open_still = _left(sandboxes, before_sandboxes)
+    for keeper in keepers():  # it would stay as long as its client, which is this process
+        os.kill(keeper, signal.SIGTERM)
+    left = _left(everything, before)
     log = _STATE / "keeper.log"
     tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""
-    images = [
-        str(path) for path in _STATE.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20
-    ]
     shutil.rmtree(_STATE, ignore_errors=True)
-    assert not left, "the tests left behind:\n" + "\n".join(sorted(left)) + "\n" + tail
-    assert not images, f"files left in the state directory: {images}"
+    assert not open_still, f"sandboxes left something behind:\n{open_still}\n{tail}"
+    assert not left, f"the keeper left something behind:\n{left}\n{tail}"
 
 
 @pytest.fixture(scope="session")

@@ -46,11 +46,22 @@ class Keeper:
         self._idle: list[Channel] = []
         self._starting = threading.Lock()
 
-    def call(self, op: str, **arguments: Any) -> Any:
-        """Ask for something that exists already: a lost keeper means a closed sandbox."""
-        return self.stream(op, None, **arguments)
+    def call(self, op: str, *, _settle: bool = False, **arguments: Any) -> Any:
+        """Ask for something that exists already: a lost keeper means a closed sandbox.
 
-    def stream(self, op: str, event: Callable[[bytes], None] | None, **arguments: Any) -> Any:
+        `_settle`: what was asked for changes the whole sandbox and cannot be given up half-way. An
+        interrupt is raised when the engine is through with it, so that no later call can meet it.
+        """
+        return self.stream(op, None, _settle=_settle, **arguments)
+
+    def stream(
+        self,
+        op: str,
+        event: Callable[[bytes], None] | None,
+        *,
+        _settle: bool = False,
+        **arguments: Any,
+    ) -> Any:
         """As `call`; what comes before the answer goes to `event`."""
         self._check_process()
         channel = self._take()
@@ -66,6 +77,8 @@ class Keeper:
             channel.close()
             raise _lost(self.state) from None
         except BaseException:
+            if _settle:
+                _wait_for_answer(channel)
             channel.close()
             raise
         if answer is None:
@@ -230,6 +243,14 @@ def _answer(channel: Channel, event: Callable[[bytes], None] | None) -> Message 
             except OSError as error:
                 raise CallbackError(error) from error
     return None
+
+
+def _wait_for_answer(channel: Channel) -> None:
+    try:
+        channel.sock.settimeout(10.0)
+        channel.receive()
+    except (OSError, ValueError):
+        pass  # the keeper has gone, or a part of the answer was lost in the interrupt
 
 
 class CallbackError(Exception):

@@ -78,8 +78,6 @@ class Sandbox:
         self._tree: str = _described["tree"]
         self._closed = False
         self._process = os.getpid()
-        self.files = Files(self)
-        """Read and write files inside; see `Files`."""
         with _trees_lock:
             _trees.setdefault(self._tree, weakref.WeakSet()).add(self)
 
@@ -293,6 +291,11 @@ class Sandbox:
         answer = self._call("shell", env=_environment(env), cwd=_directory(cwd), user=user)
         return Shell(self, answer["handle"], answer["pid"])
 
+    @property
+    def files(self) -> Files:
+        """Read and write files inside; see `Files`."""
+        return Files(self)
+
     def processes(self) -> list[ProcessInfo]:
         """All processes, as seen inside, by pid; the sandbox's own first process is left out."""
         return [
@@ -312,7 +315,7 @@ class Sandbox:
         """
         if name is not None and (not isinstance(name, str) or not name):
             raise ValueError(f"a checkpoint's name is a str that is not empty, not {name!r}")
-        answer = self._call("checkpoint", name=name)
+        answer = self._call("checkpoint", name=name, _settle=True)
         return Checkpoint(self, answer, answer["stats"])
 
     def rollback(self, checkpoint: Checkpoint | str) -> None:
@@ -323,7 +326,7 @@ class Sandbox:
 
         Raises `UnknownCheckpoint`, `RollbackError`, `NoSpace`; nothing has changed then.
         """
-        self._call("rollback", to=reference(self._tree, checkpoint))
+        self._call("rollback", _settle=True, to=reference(self._tree, checkpoint))
 
     def fork(self, *, at: Checkpoint | str | None = None) -> Sandbox:
         """A live copy of a checkpoint, or of the present state (which becomes a checkpoint)."""
@@ -403,7 +406,7 @@ class Sandbox:
         if self._closed:
             return
         try:
-            self._keeper.call("close", box=self._box)
+            self._keeper.call("close", _settle=True, box=self._box)
         except SandboxClosed:
             pass  # its keeper has ended, and everything with it
         self._closed = True

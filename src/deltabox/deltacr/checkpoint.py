@@ -21,6 +21,7 @@ from ..linux import ptrace
 from . import memory
 from .capture import capture
 from .freeze import Frozen, freeze
+from .inject import insist
 from .interrupted import Waits
 from .live import Live
 from .peer import PeerGone, ProgramFailed
@@ -104,19 +105,22 @@ def _undisturbed(frozen: Frozen, waits: Waits) -> Iterator[None]:
         yield
     finally:
         for pid, tids in frozen.threads.items():
-            memory_fd = -1
             try:
-                memory_fd = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
-                for tid in tids:
-                    fixed = waits.live(tid, ptrace.get_registers(tid), memory_fd, frozen.began)
-                    if fixed is not None:
-                        ptrace.set_registers(tid, fixed)
+                insist(lambda pid=pid, tids=tids: _put_back(pid, tids, frozen, waits))  # type: ignore[misc]
             except ProcessLookupError:
                 log.debug("process %d was killed while it was frozen", pid)
-            finally:
-                if memory_fd >= 0:
-                    os.close(memory_fd)
         waits.forget_others(set(frozen.tids()))
+
+
+def _put_back(pid: int, tids: list[int], frozen: Frozen, waits: Waits) -> None:
+    memory_fd = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for tid in tids:
+            fixed = waits.live(tid, ptrace.get_registers(tid), memory_fd, frozen.began)
+            if fixed is not None:
+                ptrace.set_registers(tid, fixed)
+    finally:
+        os.close(memory_fd)
 
 
 def _limit(which: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
 from ..linux import proc, ptrace
+from .inject import insist
 from .live import Live
 
 log = logging.getLogger(__name__)
@@ -161,12 +162,14 @@ def _forget(frozen: Frozen, tid: int) -> None:
 
 
 def _thaw(frozen: Frozen) -> None:
+    """Let every thread go; one that resists must not keep the others stopped."""
     for tid in frozen.tids():
         try:
-            ptrace.detach(tid)
+            insist(lambda tid=tid: ptrace.detach(tid))  # type: ignore[misc]
         except OSError as error:
             if error.errno != errno.ESRCH:
-                raise
+                log.error("host thread %d could not be detached: %s", tid, error)
+                continue
             # not stopped yet (a freeze given up half-way) or killed meanwhile
             _detach_running(tid)
 

@@ -13,6 +13,7 @@ signal.  And orig_rax is set to -1, or the kernel would "restart" our call.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -90,7 +91,7 @@ class Injection:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self._one(self._leader, nr.MUNMAP, self._gap, SIZE)
+            insist(lambda: self._one(self._leader, nr.MUNMAP, self._gap, SIZE))
         finally:
             _restore(self._leader, *self._saved[self._leader])
 
@@ -169,5 +170,15 @@ def _save(tid: int) -> tuple[Registers, int]:
 
 
 def _restore(tid: int, registers: Registers, mask: int) -> None:
-    ptrace.set_registers(tid, registers)
-    ptrace.set_sigmask(tid, mask)
+    insist(lambda: ptrace.set_registers(tid, registers))
+    insist(lambda: ptrace.set_sigmask(tid, mask))
+
+
+def insist(undo: Callable[[], object]) -> None:
+    """Undo something in a live program; a second try, because nothing else could mend it."""
+    try:
+        undo()
+    except OSError as error:
+        if error.errno == errno.ESRCH:
+            raise
+        undo()

@@ -153,6 +153,9 @@ class Sequence:
     def skip_if_error(self, value: Var, count: int) -> None:
         self._add(Op.SKIP_IF_ERROR, value, count)
 
+    def must_succeed(self) -> int:
+        return sum(not flags & MAY_FAIL for _, flags, *_ in self._records)
+
     def size(self) -> int:
         return (len(self._records) + 1) * RECORD_SIZE
 
@@ -295,6 +298,7 @@ class Program:
             list(self.inputs),
             (self.below.index, self.end.index, self.above.index, self.length.index),
             labels,
+            sum(s.must_succeed() for s in self._sequences),
         )
 
 
@@ -307,6 +311,7 @@ class Sealed:
     inputs: list[str]
     slot_variables: tuple[int, int, int, int]
     labels: list[tuple[int, str, list[str]]]
+    records: int  # those whose failure ends the program
 
     def locate(self, where: int) -> str:
         """Words for the record at offset `where`."""

@@ -17,6 +17,7 @@ restored program, and ends all others with `RolledBack`. That is the whole rule;
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -196,6 +197,10 @@ class Box:
                 with self.changed:
                     self._spawned()
                     handle.close()
+                if isinstance(error, OSError) and error.errno == errno.EAGAIN:
+                    raise BlockingIOError(
+                        errno.EAGAIN, "no more processes: the sandbox's pids_limit is reached"
+                    ) from None
                 if isinstance(error, OSError) or not isinstance(error, Exception):
                     raise
                 log.warning("%s: spawn", self.number, exc_info=True)
@@ -383,6 +388,22 @@ class Box:
                 handle.abandon()
         self.watch()
         self.changed.notify_all()
+
+    def silence(self) -> None:
+        """The live tree is about to be ended by a rollback: hear no more of it."""
+        self.unwatch()
+        for handle in self.handles.values():
+            for reader in handle.readers.values():
+                reader.held = True
+
+    def listen(self) -> None:
+        """Take `silence` back."""
+        for handle in self.handles.values():
+            for reader in handle.readers.values():
+                reader.held = False
+                reader.resume()
+        if not self.dead:
+            self.watch()
 
     def watch(self) -> None:
         """Listen to the live tree's exit reports."""

@@ -30,12 +30,13 @@ def boot_id() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when there is none."""
+    """When a process started, in clock ticks since boot; None when there is none (or a zombie)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[19])
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 class Journal:
@@ -66,7 +67,7 @@ class Journal:
 
 
 def outstanding(state: Path) -> list[tuple[str, str]]:
-    """What was made, is not gone, and belongs to no living keeper: (kind, value), oldest first."""
+    """What is left of what no living keeper has made: (kind, value), oldest first."""
     try:
         lines = (state / NAME).read_text().splitlines()
     except FileNotFoundError:
@@ -87,7 +88,7 @@ def outstanding(state: Path) -> list[tuple[str, str]]:
             found[key] = alive[writer]
         except (ValueError, KeyError, TypeError):
             log.warning("%s: a line that makes no sense: %.80r", state / NAME, line)
-    return [key for key, held in found.items() if not held]
+    return [key for key, held in found.items() if not held and os.path.exists(key[1])]
 
 
 def clean(state: Path) -> list[str]:

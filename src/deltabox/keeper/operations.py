@@ -26,7 +26,7 @@ from typing import Any
 from ..deltacr.engine import Live
 from ..deltafs import diff
 from ..deltafs.layers import Layer, Snapshot
-from ..errors import CheckpointError, DeltaBoxError, ForkError, RollbackError
+from ..errors import CheckpointError, DeltaBoxError, ForkError, RollbackError, UnsupportedState
 from .box import Box, Saved
 from .budget import Budget
 from .handles import Handle
@@ -34,13 +34,28 @@ from .trees import Node, Revived, Tree, close_handles
 
 log = logging.getLogger(__name__)
 
+_RETRIES = (0.005, 0.02, 0.05)
 Compare = Callable[[Snapshot, Snapshot, Path], Any]
 
 
 def checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[Tree]) -> Node:
     """Take a checkpoint of one instant of the whole sandbox."""
     with box.operating("take a checkpoint"):
-        return _checkpoint(box, name, budget=budget, trees=trees)
+        return _patiently(box, name, budget=budget, trees=trees)
+
+
+def _patiently(box: Box, name: str | None, *, budget: Budget, trees: Iterable[Tree]) -> Node:
+    """Take a checkpoint; try again when something stood in the way that may be gone in a moment.
+
+    Many programs hold a socket for a millisecond when they start (libc asks nscd who they are).
+    """
+    for delay in _RETRIES:
+        try:
+            return _checkpoint(box, name, budget=budget, trees=trees)
+        except UnsupportedState as error:
+            log.info("%s: %s; trying again", box.number, error)
+            time.sleep(delay)
+    return _checkpoint(box, name, budget=budget, trees=trees)
 
 
 def _checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[Tree]) -> Node:
@@ -110,12 +125,12 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
         with box.steady:
             old_live, old_layer, old_handles = box.live, box.layer, box.handles
             with box.changed:
-                box.unwatch()  # the end of the old tree is no news
+                box.silence()
             try:
                 old_live.stop()
             except Exception as error:
                 with box.changed:
-                    box.watch()
+                    box.listen()
                 tree.forsake(box, new)
                 raise RollbackError(f"nothing was rolled back: {error}") from error
             with box.changed:
@@ -148,7 +163,7 @@ def fork(
     tree = box.tree
     with box.operating("fork"):
         if reference is None:
-            reference = _checkpoint(box, None, budget=budget, trees=trees).number
+            reference = _patiently(box, None, budget=budget, trees=trees).number
         budget.check_host()
         with tree.pinned(reference) as node:
             copies = [tree.new_box(node.number) for _ in range(count)]

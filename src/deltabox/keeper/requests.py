@@ -26,6 +26,7 @@ from ..errors import NoSpace, SandboxClosed
 from . import commands, operations
 from .box import Box
 from .budget import Budget
+from .faults import Faults
 from .journal import Journal
 from .streams import Pump
 from .trees import Tree
@@ -52,6 +53,10 @@ class Requests:
         self.boxes: dict[str, Box] = {}
         self.trees: dict[int, Tree] = {}
         self.lock = threading.Lock()
+        self.faults: Faults | None = None
+        if os.environ.get("DELTABOX_FAULTS") == "1":
+            self.faults = Faults()
+            self.faults.install()
         self.executor = ThreadPoolExecutor(16, thread_name_prefix="fork")
 
     def handler(self, op: str) -> Callable[..., Any]:
@@ -327,6 +332,13 @@ class Requests:
         self, connection: Connection, *, box: str, path: str, recursive: bool
     ) -> None:
         self._files(box, lambda inside: inside.remove(path, recursive=recursive))
+
+    # -- tests -------------------------------------------------------------------------------
+
+    def do_fault(self, connection: Connection, *, call: int, record: int) -> str:
+        if self.faults is None:
+            raise ValueError("this keeper was not started with DELTABOX_FAULTS=1")
+        return self.faults.arm(call=call, record=record)
 
     # -- the end -----------------------------------------------------------------------------
 

@@ -186,7 +186,8 @@ class Reader:
 
     `live` holds what is still to be streamed to an `on_stdout` callback; None when nobody asked.
     `discard` is set when nobody will ever ask for the output: it is read and dropped, so that
-    programs left in the background neither block nor die of SIGPIPE.
+    programs left in the background neither block nor die of SIGPIPE. `held` is set while a rollback
+    ends the program: what its dying looks like from here is nobody's business.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class Reader:
         self.buffer = buffer
         self.live: deque[bytes] | None = None
         self.discard = False
+        self.held = False
         self.fd = -1
         self.inode = 0
         self.eof = True
@@ -225,7 +227,7 @@ class Reader:
         with self._changed:
             if self.fd < 0:
                 return
-            if self._full:
+            if self.held or self._full:
                 if not self._paused:
                     self._paused = True
                     self._pump.forget(self.fd)
@@ -243,13 +245,13 @@ class Reader:
 
     def resume(self) -> None:
         """Read on, after a caller has made room or wants more than fits."""
-        if self._paused and self.fd >= 0 and not self._full:
+        if self._paused and self.fd >= 0 and not self.held and not self._full:
             self._paused = False
             self._pump.watch(self.fd, READ, self._on_event)
 
     def pull(self) -> bool:
         """Read once, without waiting; whether there was anything (the end counts)."""
-        if self.fd < 0:
+        if self.fd < 0 or self.held:
             return False
         try:
             data = os.read(self.fd, CHUNK)

@@ -1,0 +1,207 @@
+"""All or nothing: every operation, with its n-th call or record failing, for every n.
+
+Afterwards the old state runs on or the new one does, and what can be counted has not grown.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deltabox import DeltaBoxError, Process, Sandbox, Shell
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A keeper of its own in the test mode."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("DELTABOX_FAULTS", "1")
+    patch.setenv("DELTABOX_STATE", str(tmp_path_factory.mktemp("faults")))
+    yield
+    patch.undo()
+
+
+class State:
+    """A sandbox with a shell and a python that hold something, and a checkpoint."""
+
+    def __init__(self) -> None:
+        self.sandbox = Sandbox.create()
+        self.shell: Shell = self.sandbox.shell()
+        self.shell.run("x=1; sleep 1000 & sleep 1001 | sleep 1002 &")
+        self.python: Process = self.sandbox.spawn(
+            ["python3", "-c", "import sys\nn = 0\nfor l in sys.stdin:\n n += 1\n print(n, flush=True)"]
+        )
+        self.python.stdin.write("\n")
+        assert self.python.stdout.readline() == "1\n"
+        self.first = self.sandbox.checkpoint("first")
+        self.counter = 1
+
+    def arm(self, kind: str, number: int) -> str:
+        answer = self.sandbox._keeper.call(
+            "fault", call=number if kind == "call" else 0, record=number if kind == "record" else 0
+        )
+        assert isinstance(answer, str)
+        return answer
+
+    def works(self, sandbox: Sandbox, x: str, counter: int) -> None:
+        assert sandbox.counterpart(self.shell).run("echo $x").stdout == f"{x}\n"
+        python = sandbox.counterpart(self.python)
+        python.stdin.write("\n")
+        assert python.stdout.readline(timeout=10) == f"{counter + 1}\n"
+        assert len(sandbox.processes()) == 5
+
+
+def _each_fault(state: State, kind: str, operation: Callable[[bool], None]) -> int:
+    """Run the operation with fault 1, 2, 3, ... until none fires; how many there were."""
+    number = 0
+    while True:
+        number += 1
+        state.arm(kind, number)
+        failed = False
+        try:
+            operation(False)
+        except (DeltaBoxError, OSError):
+            failed = True
+        fired = state.arm(kind, 0)
+        try:
+            operation(True)
+        except BaseException as error:
+            raise AssertionError(f"after {kind} {number} ({fired}, failed: {failed})") from error
+        if not fired:
+            assert not failed
+            return number - 1
+
+
+def _keeper_pid(state: State) -> int:
+    lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+    where = os.environ["DELTABOX_STATE"]
+    return next(
+        int(line.split()[0])
+        for line in lines.splitlines()
+        if "deltabox.keeper" in line and where in line
+    )
+
+
+def _held(pid: int) -> dict[str, int]:
+    """What a leak would make grow."""
+    groups = sum(len(names) for _, names, _ in os.walk(f"/sys/fs/cgroup/unified/deltabox-{pid}"))
+    mounts = Path(f"/proc/{pid}/mountinfo").read_text().count("\n")
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "mounts": mounts,
+        "children": len(children),
+        "groups": groups,
+    }
+
+
+@pytest.fixture
+def state(faulty: None) -> Iterator[State]:
+    made = State()
+    yield made
+    made.arm("call", 0)
+    made.sandbox.close()
+
+
+@pytest.mark.parametrize("kind", ["call", "record"])
+def test_checkpoint(state: State, kind: str) -> None:
+    taken: list[object] = []
+
+    def operation(look: bool) -> None:
+        if not look:
+            taken.append(state.sandbox.checkpoint())
+            return
+        state.works(state.sandbox, "1", state.counter)
+        state.counter += 1
+        while len(state.sandbox.checkpoints) > 1:
+            state.sandbox.checkpoints[-1].delete()
+
+    assert _each_fault(state, kind, operation) > 20
+    assert len(taken) >= 1
+
+
+@pytest.mark.parametrize("kind", ["call", "record"])
+def test_rollback(state: State, kind: str) -> None:
+    def operation(look: bool) -> None:
+        if not look:
+            state.shell.run("x=2")
+            state.sandbox.rollback("first")
+            return
+        x = state.shell.run("echo $x").stdout.strip()
+        state.works(state.sandbox, x, 1 if x == "1" else state.counter)
+        state.counter = 2 if x == "1" else state.counter + 1
+
+    assert _each_fault(state, kind, operation) > 20
+
+
+@pytest.mark.parametrize("kind", ["call", "record"])
+def test_fork(state: State, kind: str) -> None:
+    forks: list[Sandbox] = []
+
+    def operation(look: bool) -> None:
+        if not look:
+            forks.extend(state.sandbox.fork_many(2, at="first"))
+            return
+        for fork in forks:
+            state.works(fork, "1", 1)
+            fork.close()
+        forks.clear()
+        state.works(state.sandbox, "1", state.counter)
+        state.counter += 1
+
+    assert _each_fault(state, kind, operation) > 20
+
+
+@pytest.mark.parametrize("kind", ["call", "record"])
+def test_create_and_close(state: State, kind: str) -> None:
+    def operation(look: bool) -> None:
+        if look:
+            state.works(state.sandbox, "1", state.counter)
+            state.counter += 1
+            return
+        with Sandbox.create() as other:
+            assert other.run("echo hi").stdout == "hi\n"
+
+    assert _each_fault(state, kind, operation) > 20
+
+
+def test_nothing_grows(state: State) -> None:
+    """After all those failures, whole cycles hold as much at the end as at the beginning."""
+
+    def cycle(number: int) -> None:
+        state.arm("call", number)
+        try:
+            state.sandbox.checkpoint("next")
+            state.sandbox.rollback("next")
+            state.sandbox.fork().close()
+        except (DeltaBoxError, OSError):
+            pass
+        state.arm("call", 0)
+        for checkpoint in state.sandbox.checkpoints:
+            if checkpoint.name != "first":
+                checkpoint.delete()
+        state.sandbox.rollback("first")
+
+    import time
+
+    pid = _keeper_pid(state)
+    for number in range(5):
+        cycle(number + 1)
+    time.sleep(1.0)
+    before = _held(pid)
+    for number in range(0, 400, 9):
+        cycle(number)
+    deadline = time.monotonic() + 20
+    while (after := _held(pid)) != before and time.monotonic() < deadline:
+        time.sleep(0.1)
+        if all(after[key] <= before[key] + 4 for key in before):
+            break
+    assert all(after[key] <= before[key] + 4 for key in before), (before, after)
+
+
