@@ -72,12 +72,14 @@ class Sandbox:
     when this process ends.
     """
 
+    _closed = True  # until it is made
+
     def __init__(self, *, _keeper: Keeper, _described: dict[str, Any]) -> None:
         self._keeper = _keeper
         self._box: str = _described["box"]
         self._tree: str = _described["tree"]
-        self._closed = False
         self._process = os.getpid()
+        self._closed = False
         with _trees_lock:
             _trees.setdefault(self._tree, weakref.WeakSet()).add(self)
 
@@ -428,7 +430,7 @@ class Sandbox:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_closed", True) or os.getpid() != self._process:
+        if self._closed or os.getpid() != self._process:
             return
         warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
         try:

@@ -63,18 +63,18 @@ def _each_fault(state: State, kind: str, operation: Callable[[bool], None]) -> i
     while True:
         number += 1
         state.arm(kind, number)
-        failed = False
+        failed: Exception | None = None
         try:
             operation(False)
-        except (DeltaBoxError, OSError):
-            failed = True
+        except (DeltaBoxError, OSError) as error:
+            failed = error
         fired = state.arm(kind, 0)
         try:
             operation(True)
         except BaseException as error:
-            raise AssertionError(f"after {kind} {number} ({fired}, failed: {failed})") from error
+            raise AssertionError(f"after {kind} {number} ({fired}, {failed!r})") from error
         if not fired:
-            assert not failed
+            assert failed is None
             return number - 1
 
 

@@ -21,10 +21,9 @@ from ..linux import ptrace
 from . import memory
 from .capture import capture
 from .freeze import Frozen, freeze
-from .inject import insist
 from .interrupted import Waits
 from .live import Live
-from .peer import PeerGone, ProgramFailed
+from .peer import PeerGone, ProgramFailed, insist
 from .program import compile_program
 from .template import Stats, Template
 

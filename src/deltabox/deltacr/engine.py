@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import DeltaBoxError, HostUnsupported, RollbackError
-from ..linux import cgroup, pidfd
+from ..linux import cgroup
 from ..linux.cgroup import remove as remove_cgroup
 from . import boot, checkpoint
 from .live import Exit as Exit
 from .live import Live
-from .peer import Peer, PeerGone, ProgramFailed, pair
+from .peer import Peer, PeerGone, ProgramFailed, end_task, pair
 from .records import Program, Sealed, Var
 from .template import Template
 
@@ -71,7 +71,7 @@ class Engine:
         try:
             self.seed.run(boot.seed_program(str(mountpoint)).seal(), 0)
         except (ProgramFailed, PeerGone) as error:
-            _end_task(self._task)
+            end_task(self._task)
             raise HostUnsupported(f"the engine's seed could not be set up: {error}") from error
         self.group = root / self.name
         cgroup.make(self.group, controllers=True)
@@ -90,7 +90,7 @@ class Engine:
 
     def close(self) -> None:
         self.seed.close()
-        _end_task(self._task)
+        end_task(self._task)
         with contextlib.suppress(FileNotFoundError):
             cgroup.remove(self.group)
 
@@ -314,7 +314,7 @@ class Tree:
             try:
                 return os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
             finally:
-                _end_task(task)
+                end_task(task)
         finally:
             self._first.give_slot(slot)
 
@@ -345,7 +345,7 @@ class Tree:
                 os.close(cgroup_fd)
             peer = Peer(mine)
             template_fd = os.pidfd_open(template_pid)
-            undo.callback(_end_task, template_fd)
+            undo.callback(end_task, template_fd)
             door_mine, door_theirs = pair()
             undo.callback(door_mine.close)
             program = boot.door_program()
@@ -355,7 +355,7 @@ class Tree:
                 )
             door_pid = run.variable(program.result)
             door_fd = os.pidfd_open(door_pid)
-            undo.callback(_end_task, door_fd)
+            undo.callback(end_task, door_fd)
             for group in self._legacy:
                 (group / "cgroup.procs").write_text(str(door_pid))
             undo.pop_all()
@@ -402,7 +402,7 @@ class Tree:
                 Path(f"/proc/{pid}/{name}").write_text(f"0 {self.owner} 65536")
             return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         finally:
-            _end_task(task)
+            end_task(task)
 
     def _join_legacy(self, controller: str) -> None:
         """Limits through version 1, for the whole tree, where version 2 lacks the controller."""
@@ -441,16 +441,8 @@ def _end_first(pid: int) -> None:
     """Kill a PID 1 whose program did not get far enough to be a tree, with all it has cloned."""
     if pid > 0:
         with contextlib.suppress(ProcessLookupError):
-            _end_task(os.pidfd_open(pid))
+            end_task(os.pidfd_open(pid))
 
 
 _network_program = boot.network_program()
 _NETWORK, _NETWORK_PID = _network_program.seal(), _network_program.result
-
-
-def _end_task(task: int) -> None:
-    """Kill and collect one of our own children by its pidfd, and close that."""
-    with contextlib.suppress(ProcessLookupError):
-        pidfd.send_signal(task, 9)
-    pidfd.reap(task)
-    os.close(task)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
 from ..linux import proc, ptrace
-from .inject import insist
+from .peer import insist
 from .live import Live
 
 log = logging.getLogger(__name__)
@@ -85,10 +85,14 @@ def _stop_all(live: Live, frozen: Frozen) -> None:
                 if tid in known:
                     continue
                 known.add(tid)
-                if _seize(tid):
-                    frozen.threads.setdefault(pid, []).append(tid)
-                    frozen.stops[tid] = 0
-                    fresh.append((pid, tid))
+                if not _seize(tid):
+                    continue
+                # ours from here on: whatever happens next, the thaw must let it go
+                frozen.threads.setdefault(pid, []).append(tid)
+                frozen.stops[tid] = 0
+                fresh.append((pid, tid))
+                with contextlib.suppress(ProcessLookupError):
+                    ptrace.interrupt(tid)
         if not fresh:
             return
         waiting = {tid: pid for pid, tid in fresh}
@@ -125,8 +129,6 @@ def _seize(tid: int) -> bool:
                 ) from None
             raise
         return False
-    with contextlib.suppress(ProcessLookupError):
-        ptrace.interrupt(tid)
     return True
 
 
@@ -149,8 +151,8 @@ def _stopped(frozen: Frozen, tid: int) -> bool:
     # It was stopping for a signal of its own: hand that over, and stop right after it.
     event = status >> 16
     with contextlib.suppress(ProcessLookupError):
-        ptrace.interrupt(tid)
-        ptrace.resume(tid, 0 if event else signum)
+        insist(lambda: ptrace.interrupt(tid))
+        insist(lambda: ptrace.resume(tid, 0 if event else signum))
     return False
 
 
@@ -175,6 +177,8 @@ def _thaw(frozen: Frozen) -> None:
 
 
 def _detach_running(tid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        insist(lambda: ptrace.interrupt(tid))  # it may not have been asked to stop yet
     deadline = time.monotonic() + 2.0
     while time.monotonic() < deadline:
         try:
@@ -191,6 +195,6 @@ def _detach_running(tid: int) -> None:
         signum = ptrace.stop_signal(status)
         plain = not status >> 16
         with contextlib.suppress(ProcessLookupError):
-            ptrace.detach_with(tid, signum if plain else 0)
+            insist(lambda: ptrace.detach_with(tid, signum if plain else 0))
         return
     log.warning("host thread %d could not be detached", tid)

@@ -13,7 +13,7 @@ signal.  And orig_rax is set to -1, or the kernel would "restart" our call.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import mmap
 import os
 import struct
@@ -25,6 +25,7 @@ from ..errors import CheckpointError
 from ..linux import numbers as nr
 from ..linux import ptrace
 from ..linux.ptrace import Registers
+from .peer import insist
 
 SIZE = 0x4000
 _RECORDS = 64
@@ -73,15 +74,15 @@ class Injection:
 
     def __enter__(self) -> Injection:
         self._saved = {self._leader: _save(self._leader)}
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(_restore, self._leader, *self._saved[self._leader])
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
             got = self._one(self._leader, nr.MMAP, self._gap, SIZE, 7, flags, -1, 0)
             if got != self._gap:
                 raise CheckpointError(f"no page could be mapped for injection: {got}")
-        except BaseException:
-            _restore(self._leader, *self._saved[self._leader])
-            raise
-        os.pwrite(self._memory, _CODE, self._gap)
+            undo.callback(self._unmap)
+            os.pwrite(self._memory, _CODE, self._gap)
+            undo.pop_all()
         return self
 
     def __exit__(
@@ -91,9 +92,12 @@ class Injection:
         trace: TracebackType | None,
     ) -> None:
         try:
-            insist(lambda: self._one(self._leader, nr.MUNMAP, self._gap, SIZE))
+            self._unmap()
         finally:
             _restore(self._leader, *self._saved[self._leader])
+
+    def _unmap(self) -> None:
+        insist(lambda: self._one(self._leader, nr.MUNMAP, self._gap, SIZE))
 
     @property
     def data(self) -> int:
@@ -146,7 +150,13 @@ class Injection:
         ptrace.set_registers(tid, registers)
         for _ in range(2):
             self._go(tid, ptrace.resume_to_syscall, ptrace.is_syscall_stop)
-        result = ptrace.get_registers(tid).rax
+        result = 0
+
+        def read() -> None:
+            nonlocal result
+            result = ptrace.get_registers(tid).rax
+
+        insist(read)
         return result - (1 << 64) if result >> 63 else result
 
     def _go(
@@ -154,7 +164,7 @@ class Injection:
     ) -> None:
         """Let the thread run to the wanted stop."""
         while True:
-            resume(tid)
+            insist(lambda: resume(tid))  # half-way through a call there is no other way out
             status = ptrace.wait(tid)
             if status is None or not os.WIFSTOPPED(status):
                 raise CheckpointError("a process was killed while it was captured")
@@ -172,13 +182,3 @@ def _save(tid: int) -> tuple[Registers, int]:
 def _restore(tid: int, registers: Registers, mask: int) -> None:
     insist(lambda: ptrace.set_registers(tid, registers))
     insist(lambda: ptrace.set_sigmask(tid, mask))
-
-
-def insist(undo: Callable[[], object]) -> None:
-    """Undo something in a live program; a second try, because nothing else could mend it."""
-    try:
-        undo()
-    except OSError as error:
-        if error.errno == errno.ESRCH:
-            raise
-        undo()

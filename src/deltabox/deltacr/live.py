@@ -31,7 +31,7 @@ from ..linux.proc import (
 )
 from .boot import SIGCHLD
 from .interrupted import Waits
-from .peer import Peer, PeerGone, ProgramFailed
+from .peer import Peer, PeerGone, ProgramFailed, insist
 from .records import Program, Ref, Sealed, Var
 
 _SPAWN_SLOT = 512  # programs of a PID 1 are mapped this many slots above its own control memory
@@ -278,7 +278,7 @@ class Live:
         CLONE_INTO_CGROUP brings into the group later (6.18), and groups are used again.
         """
         with contextlib.suppress(ProcessLookupError):
-            pidfd.send_signal(self.pidfd, 9)
+            insist(lambda: pidfd.send_signal(self.pidfd, 9))
         if not pidfd.ended(self.pidfd, 30.0):
             raise PeerGone(f"processes in {self.group.name} did not die within 30 s")
 

@@ -8,15 +8,18 @@ control memory stays mapped here too, so results and errors are read from it, no
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import mmap
 import os
+import signal
 import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ..linux import pidfd
 from .records import VARIABLES_OFFSET, Sealed, Var
 
 MAX_DESCRIPTORS = 250
@@ -117,3 +120,21 @@ class Peer:
 
 def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def end_task(task: int) -> None:
+    """Kill and collect a child of ours by its pidfd, and close that."""
+    with contextlib.suppress(ProcessLookupError):
+        insist(lambda: pidfd.send_signal(task, signal.SIGKILL))
+    pidfd.reap(task)
+    os.close(task)
+
+
+def insist(undo: Callable[[], object]) -> None:
+    """Do something that puts an earlier state back; a second try, because nothing else mends it."""
+    try:
+        undo()
+    except OSError as error:
+        if error.errno == errno.ESRCH:
+            raise
+        undo()

@@ -9,13 +9,11 @@ template first unmaps its stash, or a deleted checkpoint would live as long as t
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from dataclasses import dataclass
 
 from ..linux import numbers as nr
-from ..linux import pidfd
-from .peer import Peer, PeerGone, ProgramFailed
+from .peer import Peer, PeerGone, ProgramFailed, end_task
 from .records import OURS_END, SLOTS, STASH, Program, Sealed, Var
 
 _FIRST_SLOT = 1  # slot 0 is the template's own
@@ -72,7 +70,4 @@ class Template:
             self.peer.run(program.seal(), 0)
         for peer, task in ((self.door, self._door_task), (self.peer, self._task)):
             peer.close()
-            with contextlib.suppress(ProcessLookupError):
-                pidfd.send_signal(task, 9)
-            pidfd.reap(task)
-            os.close(task)
+            end_task(task)

@@ -52,6 +52,7 @@ class Requests:
         self.budget = Budget(directory, max_memory=_limit("MEMORY"), max_disk=_limit("DISK"))
         self.boxes: dict[str, Box] = {}
         self.trees: dict[int, Tree] = {}
+        self.places: set[int] = set()
         self.lock = threading.Lock()
         self.faults: Faults | None = None
         if os.environ.get("DELTABOX_FAULTS") == "1":
@@ -101,10 +102,10 @@ class Requests:
         if state.is_relative_to(path.resolve()):
             hidden.append("/" + str(state.relative_to(path.resolve())))
         with self.lock:
-            place = next((n for n in range(TREES) if n not in self.trees), None)
+            place = next((n for n in range(TREES) if n not in self.places), None)
             if place is None:
                 raise NoSpace(f"there are {TREES} sandboxes already")
-            self.trees[place] = None  # type: ignore[assignment]
+            self.places.add(place)
         name = f"t{secrets.token_hex(4)}"
         directory = self.directory / "trees" / name
         try:
@@ -132,11 +133,11 @@ class Requests:
             shutil.rmtree(directory, ignore_errors=True)
             self.journal.gone("tree", str(directory))
             with self.lock:
-                del self.trees[place]
+                self.places.discard(place)
             raise
+        tree.place = place
         with self.lock:
             self.trees[place] = tree
-        tree.place = place
         self._enter(connection, box)
         return box.describe()
 
@@ -160,6 +161,7 @@ class Requests:
             self.boxes.pop(number, None)
             if last:
                 self.trees.pop(box.tree.place, None)
+                self.places.discard(box.tree.place)
         if last:
             self.journal.gone("tree", str(box.tree.directory))
 

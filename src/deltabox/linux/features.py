@@ -94,7 +94,7 @@ UFFD_FEATURE_WP_ASYNC = 1 << 15
 
 # linux/loop.h
 _LOOP_SET_FD, _LOOP_CLR_FD, _LOOP_CONFIGURE = 0x4C00, 0x4C01, 0x4C0A
-_LOOP_CTL_REMOVE, _LOOP_CTL_GET_FREE = 0x4C81, 0x4C82
+_LOOP_CTL_GET_FREE = 0x4C82
 _LO_FLAGS_AUTOCLEAR = 4
 
 # linux/btrfs.h: BTRFS_IOC_SUBVOL_CREATE is _IOW(0x94, 14, struct btrfs_ioctl_vol_args)
@@ -514,17 +514,29 @@ def _overlay_by_descriptor(scratch: Path) -> None:
 
 
 class LoopDevice:
-    """A file attached to a loop device, detached again at the end of the `with` block."""
+    """A file attached to a loop device, detached again at the end of the `with` block.
+
+    The device stays, free, if it had to be made: removing it could take it from under another
+    process which has just been told that it is free.
+    """
 
     def __init__(self, image: Path) -> None:
         self._image = image
 
     def __enter__(self) -> str:
-        devices = {p.name for p in Path("/sys/block").glob("loop*")}
+        for _ in range(50):
+            try:
+                return self._attach()
+            except OSError as error:
+                # Another process was faster, between the question for a free device and its use.
+                if error.errno not in (errno.EBUSY, errno.ENXIO, errno.ENOENT):
+                    raise
+        raise ProbeFailed("other programs take every free loop device")
+
+    def _attach(self) -> str:
         with open("/dev/loop-control", "rb+", buffering=0) as control:
-            self._number = fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
-        self._ours = f"loop{self._number}" not in devices
-        self.path = f"/dev/loop{self._number}"
+            number = fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
+        self.path = f"/dev/loop{number}"
         self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             backing = os.open(self._image, os.O_RDWR | os.O_CLOEXEC)
@@ -545,12 +557,6 @@ class LoopDevice:
         except OSError:
             pass
         os.close(self._fd)
-        if self._ours:
-            try:
-                with open("/dev/loop-control", "rb+", buffering=0) as control:
-                    fcntl.ioctl(control, _LOOP_CTL_REMOVE, self._number)
-            except OSError:
-                pass  # somebody else has it now
 
 
 def btrfs_subvolume(parent: str, name: str) -> None:
