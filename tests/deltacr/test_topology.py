@@ -153,3 +153,19 @@ def test_odd_trees(sandbox: Sandbox, script: str) -> None:
     for _ in range(3):
         sandbox.rollback(checkpoint)
         assert look() == before
+
+
+def test_generations_of_a_tree_with_a_stopped_job(
+    sandbox: Sandbox, tree: tuple[Shell, Probe]
+) -> None:
+    """A checkpoint taken at once after a rollback, thirty times over."""
+    shell, probe = tree
+    facts = _facts(sandbox, shell, probe)
+    for generation in range(30):
+        checkpoint = sandbox.checkpoint()
+        sandbox.rollback(checkpoint)
+        if generation % 3 == 0:
+            now = _facts(sandbox, shell, probe)
+            assert [f for f in now if f not in facts] == [], f"new in generation {generation}"
+            assert [f for f in facts if f not in now] == [], f"missing in {generation}"
+    assert shell.run("kill -CONT $stopped; kill $stopped; wait $stopped; echo $?").stdout == "143\n"

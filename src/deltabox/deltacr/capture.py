@@ -12,6 +12,7 @@ import os
 import stat as modes
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
@@ -19,7 +20,7 @@ from ..linux import pidfd, proc, ptrace
 from ..linux.futex import get_robust_list
 from ..linux.openat2 import openat2
 from . import memory
-from .freeze import Frozen
+from .freeze import Frozen, in_interpreter
 from .inject import Injection
 from .interrupted import UnknownCall, Waits
 from .live import Live
@@ -40,6 +41,8 @@ _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
 _PR_GET_TIMERSLACK, _PR_GET_CHILD_SUBREAPER, _PR_GET_TID_ADDRESS = 30, 37, 40
 _PR_GET_THP_DISABLE = 42
 _RLIMITS = range(16)
+# Fields of a thread that are restored on the last steps, after a stopped job has stopped.
+_SET_LAST = ("registers", "xstate", "sigmask", "altstack", "rseq", "memory")
 _NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "user", "cgroup", "time")
 
 _ANONYMOUS = {
@@ -195,12 +198,23 @@ class _Capturing:
             )
         finally:
             os.close(memory_fd)
+        waiting = self._still_to_resume(pid, threads)
+        if waiting is not None:
+            then = {t.tid: t for t in waiting.threads}
+            threads = tuple(
+                replace(t, **{name: getattr(then[t.tid], name) for name in _SET_LAST})
+                for t in threads
+            )
+            itimers = waiting.itimers
         by_host = {t.host_tid: t.tid for t in threads}
         posix = [
             PosixTimer(t.identifier, t.clock, t.signal, t.notify, t.value,
                        by_host.get(t.tid, 0) if t.notify & 4 else 0, t.setting)
             for t in posix
         ]
+        if waiting is not None:
+            settings = {t.identifier: t.setting for t in waiting.timers}
+            posix = [replace(t, setting=settings[t.identifier]) for t in posix]
         stop = max(self.frozen.stops[t] for t in tids)
         return Process(
             pid=pid,
@@ -237,6 +251,16 @@ class _Capturing:
                 self.coredump_filter, proc.read(f"/proc/{host}/coredump_filter"), 16
             ),
         )
+
+    def _still_to_resume(self, pid: int, threads: tuple[Thread, ...]) -> Process | None:
+        """The captured process that a restored, stopped one will become when it is continued.
+
+        A stopped job is restored by stopping it just before its threads go back to their captured
+        registers, and before what is set last of all; that much is still as it was captured then.
+        """
+        if not in_interpreter(threads[0].registers.rip) or self.live.origin is None:
+            return None
+        return self.live.origin.by_pid[pid]
 
     def _check_process(
         self,

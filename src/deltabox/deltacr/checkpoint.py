@@ -74,6 +74,7 @@ def take(
     blank.sealed, blank.pid = compile_program(
         seen, stash, network=network, limits=limits, nice=os.getpriority(os.PRIO_PROCESS, 0)
     )
+    blank.capture = seen
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
     blank.memory_bytes = stash.bytes + len(blank.sealed.content)
     blank.stats = Stats(

@@ -171,6 +171,7 @@ class Tree:
             raise RollbackError(f"the tree could not be rebuilt: {error}") from error
         finally:
             self._refill()
+        live.origin = template.capture
         return live
 
     def checkpoint(

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from ..errors import CheckpointError
 from ..linux import proc, ptrace
 from .peer import insist
+from .records import CODE
 from .live import Live
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ def _stop_all(live: Live, frozen: Frozen) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     ptrace.interrupt(tid)
         if not fresh:
+            _check_settled(live, frozen)
             return
         waiting = {tid: pid for pid, tid in fresh}
         until = time.monotonic() + _PATIENCE
@@ -110,6 +112,22 @@ def _stop_all(live: Live, frozen: Frozen) -> None:
                 pause = min(pause + 0.00002, 0.0005)
         for pid in [pid for pid, tids in frozen.threads.items() if not tids]:
             del frozen.threads[pid]
+
+
+def _check_settled(live: Live, frozen: Frozen) -> None:
+    """A thread that was just restored may still be on its way back to its captured instant.
+
+    A stopped job stays on that way until it is continued; `capture` knows what it waits to become.
+    """
+    if live.origin is None:
+        return
+    for tid in frozen.tids():
+        if not frozen.stops[tid] and in_interpreter(ptrace.get_registers(tid).rip):
+            raise _Unstoppable(f"restored thread {tid}")
+
+
+def in_interpreter(address: int) -> bool:
+    return CODE <= address < CODE + 0x10_0000
 
 
 def _seize(tid: int) -> bool:

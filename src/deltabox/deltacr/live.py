@@ -31,6 +31,7 @@ from ..linux.proc import (
 )
 from .boot import SIGCHLD
 from .interrupted import Waits
+from .model import Capture
 from .peer import Peer, PeerGone, ProgramFailed, insist
 from .records import Program, Ref, Sealed, Var
 
@@ -72,6 +73,7 @@ class Live:
         self.mounts = 0
         self.network_state = b""
         self.waits = Waits()
+        self.origin: Capture | None = None  # what it was restored from
         self.on_end: Callable[[], None] = lambda: None
         self._ended = False
         self._end_lock = threading.Lock()

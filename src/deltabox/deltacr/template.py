@@ -13,6 +13,7 @@ import threading
 from dataclasses import dataclass
 
 from ..linux import numbers as nr
+from .model import Capture
 from .peer import Peer, PeerGone, ProgramFailed, end_task
 from .records import OURS_END, SLOTS, STASH, Program, Sealed, Var
 
@@ -40,6 +41,7 @@ class Template:
         self.stats = Stats()
         self.sealed: Sealed | None = None
         self.pid: Var | None = None
+        self.capture: Capture | None = None
         self.externals: list[str] = []  # keys of the pipes a restore must bring
         self._task = task
         self._door_task = door_task

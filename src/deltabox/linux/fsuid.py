@@ -38,25 +38,33 @@ def _set_capabilities(data: ctypes.Array[ctypes.c_char]) -> None:
     syscall(_CAPSET, header, data)
 
 
-def _set(number: int, value: int) -> int:
-    previous = syscall(number, value)
-    if syscall(number, -1 & 0xFFFFFFFF) != value:
+_NOBODY = -1 & 0xFFFFFFFF  # no valid id: the call changes nothing and tells the present one
+
+
+def _set(number: int, value: int) -> None:
+    syscall(number, value)
+    if syscall(number, _NOBODY) != value:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-    return previous
 
 
 @contextmanager
 def file_owner(uid: int, gid: int | None = None) -> Iterator[None]:
     """Within the block this thread makes files, and mounts, as uid:gid."""
     capabilities = _capabilities()
-    old_gid = _set(_SETFSGID, uid if gid is None else gid)
-    try:
-        old_uid = _set(_SETFSUID, uid)
-        try:
-            _set_capabilities(capabilities)
-            yield
-        finally:
-            _set(_SETFSUID, old_uid)
-    finally:
+    old_gid, old_uid = syscall(_SETFSGID, _NOBODY), syscall(_SETFSUID, _NOBODY)
+
+    def put_back() -> None:
+        _set(_SETFSUID, old_uid)
         _set(_SETFSGID, old_gid)
         _set_capabilities(capabilities)
+
+    try:
+        _set(_SETFSGID, uid if gid is None else gid)
+        _set(_SETFSUID, uid)
+        _set_capabilities(capabilities)
+        yield
+    finally:
+        try:
+            put_back()
+        except OSError:
+            put_back()  # the thread goes on to other work, which must not be done as this user
