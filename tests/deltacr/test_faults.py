@@ -85,7 +85,7 @@ def _each_fault(
 
 
 def _keeper_pid(state: State) -> int:
-    lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+    lines = subprocess.run(["ps", "-eww", "-o", "pid,args"], capture_output=True, text=True).stdout
     where = os.environ["DELTABOX_STATE"]
     return next(
         int(line.split()[0])

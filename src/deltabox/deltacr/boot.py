@@ -257,13 +257,11 @@ def settle(program: Program, do: Sequence, world: World) -> None:
             do.call(nr.PRCTL, PR_CAPBSET_DROP, capability)
 
 
-def answer_ready(program: Program, do: Sequence) -> None:
-    """Tell the keeper, as if a request had been answered."""
-    do.call(nr.WRITE, program.inputs["requests"], program.data(bytes(8)), 8)
+def answer_ready(program: Program, do: Sequence) -> Var:
+    """Prepare PID 1's life and tell the keeper, as if a request had been answered.
 
-
-def serve_for_ever(program: Program, do: Sequence) -> None:
-    """PID 1's life: spawn, reap and report."""
+    From here on nothing must fail: the keeper lets go of the old tree. The signalfd is returned.
+    """
     signals = program.variable()
     chosen = program.data(struct.pack("<Q", 1 << (SIGCHLD - 1)))
     do.call(nr.SIGNALFD4, -1, chosen, 8, 0o2000000 | 0o4000, save=signals)
@@ -271,6 +269,13 @@ def serve_for_ever(program: Program, do: Sequence) -> None:
         do.call(nr.CLOSE, program.inputs[name])
     do.call(nr.CLOSE, program.memory)
     do.call(nr.CLOSE, 3)  # the door's socket
+    do.late = True
+    do.call(nr.WRITE, program.inputs["requests"], program.data(bytes(8)), 8)
+    return signals
+
+
+def serve_for_ever(program: Program, do: Sequence, signals: Var) -> None:
+    """PID 1's life: spawn, reap and report."""
     do.serve(program.inputs["requests"], signals, program.inputs["reports"])
 
 

@@ -152,8 +152,7 @@ class Tree:
         init = program.sequence("PID 1")
         pid = boot.first_process(program, init, world)
         boot.settle(program, init, world)
-        boot.answer_ready(program, init)
-        boot.serve_for_ever(program, init)
+        boot.serve_for_ever(program, init, boot.answer_ready(program, init))
         try:
             return self._start(self._first, program.seal(), pid, root_mount, {})
         except (ProgramFailed, PeerGone, OSError) as error:

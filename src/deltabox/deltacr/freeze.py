@@ -183,6 +183,7 @@ def _forget(frozen: Frozen, tid: int) -> None:
 
 def _thaw(frozen: Frozen) -> None:
     """Let every thread go; one that resists must not keep the others stopped."""
+    running = []
     for tid in frozen.tids():
         try:
             insist(lambda tid=tid: ptrace.detach(tid))  # type: ignore[misc]
@@ -191,7 +192,9 @@ def _thaw(frozen: Frozen) -> None:
                 log.error("host thread %d could not be detached: %s", tid, error)
                 continue
             # not stopped yet (a freeze given up half-way) or killed meanwhile
-            _detach_running(tid)
+            running.append(tid)
+    for tid in running:  # last: a parent in vfork stops only once its child, let go, has moved on
+        _detach_running(tid)
 
 
 def _detach_running(tid: int) -> None:
@@ -204,8 +207,7 @@ def _detach_running(tid: int) -> None:
         except ChildProcessError:
             return
         if status is None:
-            # A thread in vfork stops only later. Detaching needs a stop, so wait for it a while;
-            # its child has been let go by now.
+            # Detaching needs a stop. A thread in vfork comes to it when its child has called exec.
             time.sleep(0.0002)
             continue
         if not os.WIFSTOPPED(status):

@@ -37,7 +37,7 @@ enum { SYS_read = 0, SYS_write = 1, SYS_poll = 7, SYS_mmap = 9, SYS_mprotect = 1
 
 enum op { OP_END, OP_CALL, OP_CLONE, OP_BARRIER, OP_COPY, OP_RESUME, OP_SERVE, OP_TIMER,
           OP_STORE, OP_SKIP_IF_ERROR, OP_LOAD };
-enum { MAY_FAIL = 1 };
+enum { MAY_FAIL = 1, LATE = 2 /* after the point of no return: no fault is injected */ };
 
 struct record {
         u16 op;
@@ -284,7 +284,7 @@ static s64 run(struct header *h, u64 entry)
                                 a[i] += (s64)h;
                 }
                 /* an injected fault takes the place of the record: it is not executed */
-                if (!(r->flags & MAY_FAIL) && h->budget > 0 &&
+                if (!(r->flags & (MAY_FAIL | LATE)) && h->budget > 0 &&
                     __sync_sub_and_fetch(&h->budget, 1) == 0)
                         result = -5;
                 else if (r->op == OP_CALL)

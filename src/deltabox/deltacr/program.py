@@ -5,9 +5,9 @@ The shape, for every restore and fork (numbers are barriers over the whole tree)
     PID 1        namespaces, mounts; opens every description once; clones the roots
     each process clones its children; setsid, setpgid             0  groups exist  1  all joined
                  memory, descriptors, directories; children that are dead or stopped are waited for
-                 handlers, limits, identity; threads; credentials     2  ready
+                 handlers, limits, identity; threads; credentials, rseq  2  ready
     PID 1        tells the keeper, waits for the release               3  go
-    each thread  timers, rseq, rt_sigreturn
+    each thread  timers, rt_sigreturn
 
 Everything is decided here; the interpreter only executes.
 """
@@ -105,11 +105,11 @@ class _Compiler:
             init.call(nr.CLOSE, program.inputs[key])
         init.barrier(_READY, self.running + 1)
         self._set_last_pid(init)
-        boot.answer_ready(program, init)
+        signal_fd = boot.answer_ready(program, init)
         buffer = program.data(bytes(8))
         init.call(nr.READ, program.inputs["requests"], buffer, 8, what="wait for the release")
         init.barrier(_GO, self.running + 1)
-        boot.serve_for_ever(program, init)
+        boot.serve_for_ever(program, init, signal_fd)
         return program.seal(), pid
 
     # -- PID 1 --------------------------------------------------------------------------------
@@ -402,6 +402,10 @@ class _Compiler:
         if thread.pdeathsig:
             do.call(nr.PRCTL, boot.PR_SET_PDEATHSIG, thread.pdeathsig)
         signals.restore_pending(program, do, process, thread)
+        if thread.rseq.address:
+            # the interpreter is in no critical section, so the kernel only notes the cpu here
+            do.call(nr.RSEQ, thread.rseq.address, thread.rseq.size, 0, thread.rseq.signature,
+                    what="rseq")
         if local is None:
             do.barrier(_READY, self.running + 1)
         else:
@@ -410,6 +414,7 @@ class _Compiler:
             # every thread has changed its credentials by now, and each change cleared this
             do.call(nr.PRCTL, _PR_SET_DUMPABLE, 1 if process.dumpable == 1 else 0)
             timers.create(program, do, process)
+        do.late = True
         if local is None:
             do.barrier(_GO, self.running + 1)
         else:
@@ -418,7 +423,4 @@ class _Compiler:
             do.barrier(local[1], len(process.threads))
         if leader:
             timers.start(program, do, process)
-        if thread.rseq.address:
-            do.call(nr.RSEQ, thread.rseq.address, thread.rseq.size, 0, thread.rseq.signature,
-                    what="rseq")
         do.resume(self._frame_at[process.pid, thread.tid], FRAMES, Ref(0), program.length)

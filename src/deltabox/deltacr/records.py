@@ -55,6 +55,7 @@ class Op(IntEnum):
 
 
 MAY_FAIL = 1
+LATE = 2
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Sequence:
 
     program: Program
     label: str
+    late: bool = False  # from here on records run after the point of no return
     _records: list[tuple[Op, int, int | None, int, tuple[Argument | Entry, ...], str]] = field(
         default_factory=list
     )
@@ -106,7 +108,7 @@ class Sequence:
         may_fail: bool = False,
         what: str = "",
     ) -> None:
-        flags = MAY_FAIL if may_fail else 0
+        flags = (MAY_FAIL if may_fail else 0) | (LATE if self.late else 0)
         slot = None if save is None else save.index
         self._records.append((op, flags, slot, number, arguments, what))
 
@@ -154,7 +156,7 @@ class Sequence:
         self._add(Op.SKIP_IF_ERROR, value, count)
 
     def must_succeed(self) -> int:
-        return sum(not flags & MAY_FAIL for _, flags, *_ in self._records)
+        return sum(not flags & (MAY_FAIL | LATE) for _, flags, *_ in self._records)
 
     def size(self) -> int:
         return (len(self._records) + 1) * RECORD_SIZE

@@ -78,7 +78,7 @@ def keep(state: Path, *, ready: int | None) -> None:
     lock = _lock(state)
     os.umask(0o022)
     os.chdir("/")
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(0.0001)
 
     # here, after the fork: the caller's process never needs them
     from ..deltacr.engine import Engine

@@ -394,7 +394,7 @@ class Box:
         self.unwatch()
         for handle in self.handles.values():
             for reader in handle.readers.values():
-                reader.held = True
+                reader.hold()
 
     def listen(self) -> None:
         """Take `silence` back."""

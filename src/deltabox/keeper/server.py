@@ -238,6 +238,7 @@ class Server:
         except Exception:
             log.exception("closing %s", number)
         session.boxes.discard(number)
+        os.eventfd_write(self._wake, 1)
 
     def _converse(self, connection: Connection) -> None:
         channel = connection.channel

@@ -187,7 +187,7 @@ class Reader:
     `live` holds what is still to be streamed to an `on_stdout` callback; None when nobody asked.
     `discard` is set when nobody will ever ask for the output: it is read and dropped, so that
     programs left in the background neither block nor die of SIGPIPE. `held` is set while a rollback
-    ends the program: what its dying looks like from here is nobody's business.
+    ends the program.
     """
 
     def __init__(
@@ -227,10 +227,10 @@ class Reader:
         with self._changed:
             if self.fd < 0:
                 return
-            if self.held or self._full:
-                if not self._paused:
-                    self._paused = True
-                    self._pump.forget(self.fd)
+            if self._paused:
+                return
+            if self._full:
+                self._pause()
                 return
             if self.pull():
                 if self._after is not None:
@@ -242,6 +242,16 @@ class Reader:
         if self.discard:
             return False
         return self.buffer.full or (self.live is not None and len(self.live) > 64)
+
+    def _pause(self) -> None:
+        self._paused = True
+        self._pump.forget(self.fd)
+
+    def hold(self) -> None:
+        """Read no more until `resume`: what is in the pipe from now on is nobody's business."""
+        self.held = True
+        if self.fd >= 0 and not self._paused:
+            self._pause()
 
     def resume(self) -> None:
         """Read on, after a caller has made room or wants more than fits."""
