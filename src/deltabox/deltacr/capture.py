@@ -142,13 +142,13 @@ class _Capturing:
     # -- the world the tree lives in --------------------------------------------------------
 
     def _check_world(self) -> None:
-        if proc.mount_count(self.live.init) != self.live.mounts:
+        if proc.mount_count(self.live.init) != self.live.world.mounts:
             raise UnsupportedState(
                 "file systems were mounted or unmounted inside the sandbox; "
                 "undo that (umount) and try again",
                 pid=1, process="init", object="mount",
             )
-        if self.live.network_state != proc.network_state(self.live.init):
+        if self.live.world.network != proc.network_state(self.live.init):
             raise UnsupportedState(
                 "network interfaces, addresses or routes were changed inside the sandbox",
                 pid=1, process="init", object="network",

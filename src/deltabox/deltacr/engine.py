@@ -29,7 +29,7 @@ from ..linux import cgroup
 from ..linux.cgroup import remove as remove_cgroup
 from . import boot, checkpoint
 from .live import Exit as Exit
-from .live import Live
+from .live import Live, WorldState
 from .peer import Peer, PeerGone, ProgramFailed, end_task, pair
 from .records import Program, Sealed, Var
 from .template import Template
@@ -40,7 +40,8 @@ T = TypeVar("T")
 __all__ = ["Engine", "Exit", "Live", "Template", "Tree", "remove_cgroup"]
 
 _INTERPRETER = Path(__file__).with_name("_interpreter")
-_BLANKS = 3
+_BLANKS = 2
+_SPARE = 4
 
 
 class Engine:
@@ -118,6 +119,7 @@ class Tree:
         self._lives: set[Live] = set()
         self._filled: weakref.WeakSet[Template] = weakref.WeakSet()
         self._blanks: deque[Template] = deque()
+        self._world: WorldState | None = None  # of an untouched sandbox; the same for all
         self._groups: deque[Path] = deque()
         self._networks: deque[int] = deque()
         self._group_count = 0
@@ -141,7 +143,6 @@ class Tree:
                 self._join_legacy(controller)
             undo.pop_all()
         self._first = self._blank()
-        self._refill()
 
     # -- making ---------------------------------------------------------------------------------
 
@@ -168,8 +169,6 @@ class Tree:
             live = self._start(template, template.sealed, template.pid, root_mount, externals)
         except (ProgramFailed, PeerGone, OSError) as error:
             raise RollbackError(f"the tree could not be rebuilt: {error}") from error
-        finally:
-            self._refill()
         live.origin = template.capture
         return live
 
@@ -193,8 +192,6 @@ class Tree:
         except BaseException:
             blank.close()
             raise
-        finally:
-            self._refill()
 
     def close(self) -> None:
         """End what is left of the tree."""
@@ -262,7 +259,8 @@ class Tree:
             live = Live(init=init, group=group, requests=requests, reports=reports, slot=slot)
             try:
                 live.peer.answer(run)
-                live.attach()
+                live.attach(self._world)
+                self._world = live.world
             except BaseException:
                 live.end()
                 raise
@@ -367,30 +365,22 @@ class Tree:
                 return self._blanks.popleft()
         return self._blank()
 
-    def _refill(self) -> None:
-        """Make blanks in the background, one thread at a time."""
-
-        def work() -> None:
-            with self._refill_lock:
-                while not self._closed and len(self._groups) < _BLANKS:
+    def refill(self) -> None:
+        """Make spare templates, groups and network namespaces; for the caller's background."""
+        with self._refill_lock:
+            try:
+                while not self._closed and len(self._groups) < _SPARE:
                     self._give_group(self._new_group())
-                while not self._closed and len(self._networks) < _BLANKS:
+                while not self._closed and len(self._networks) < _SPARE:
                     network = self._new_network()
                     with self._lock:
                         self._networks.append(network)
                 while not self._closed and len(self._blanks) < _BLANKS:
-                    try:
-                        blank = self._blank()
-                    except (OSError, ProgramFailed, PeerGone) as error:
-                        log.warning("no spare template could be made: %s", error)
-                        return
+                    blank = self._blank()
                     with self._lock:
                         self._blanks.append(blank)
-
-        if self._closed or self._refill_lock.locked():
-            return
-        if min(len(self._blanks), len(self._groups), len(self._networks)) < _BLANKS:
-            threading.Thread(target=work, name=f"blanks {self.name}", daemon=True).start()
+            except (OSError, ProgramFailed, PeerGone) as error:
+                log.warning("nothing could be made ahead: %s", error)
 
     def _make_user_namespace(self) -> int:
         program = boot.user_namespace_program(self.owner)

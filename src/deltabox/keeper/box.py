@@ -32,7 +32,7 @@ from ..deltacr.engine import Live
 from ..deltafs.layers import Layer
 from ..errors import DeltaBoxError, RolledBack, SandboxClosed, StaleHandle
 from ..linux.openat2 import openat2
-from .handles import Handle, SavedHandle, restored
+from .handles import Handle, SavedHandle, portable, restored
 from .streams import READ, Pump, Writer
 
 if TYPE_CHECKING:
@@ -321,6 +321,8 @@ class Box:
                 externals.update(handle.externals())
                 if handle.stdin is not None:
                     handle.stdin.held = True
+                if handle.command is not None:
+                    handle.command = portable(handle.command)
             return externals
 
     def let_go(self) -> None:

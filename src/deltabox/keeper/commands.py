@@ -32,7 +32,7 @@ from ..deltafs.inside import Inside
 from ..errors import CommandTimeout, DeltaBoxError, RolledBack, SandboxClosed
 from .accounts import ROOT, look_up
 from .box import Box, Call, CallerGone
-from .handles import PROCESS, RUN, SHELL, Command, Done, Handle, sent
+from .handles import PROCESS, RUN, SHELL, Command, Done, Handle, portable, sent
 from .streams import FULL, Kept, Reader, Unread
 
 log = logging.getLogger(__name__)
@@ -276,13 +276,13 @@ def _in_turn(
                 if current is None:
                     if handle.status is not None:
                         raise DeltaBoxError(f"the shell has ended with exit code {handle.status}")
-                    handle.command = Command(box.tree.next_number(), call.number, command)
+                    handle.command = Command(box.tree.next_number(), call.number)
                     break
                 if current.call == call.number and not current.sent:
                     break  # a rollback to the moment before it was sent
                 if not box.wait(call, deadline):
                     return None
-        before = _descendants(box, number)
+        before = _members(box)
         with box.changed:
             box.check_call(call)
             handle = box.handle(number)
@@ -298,19 +298,32 @@ def _in_turn(
             )
 
 
-def _descendants(box: Box, number: int) -> frozenset[int]:
-    """The pids of all processes below a shell."""
+def _members(box: Box) -> frozenset[int]:
+    """Host pids of all processes of the sandbox."""
+    with box.steady:
+        with box.changed:
+            box.check_open()
+            live = box.live
+        return frozenset(live.host_pids())
+
+
+def _started(box: Box, number: int, command: Command) -> list[int]:
+    """What a shell's command has started and is still below the shell: pids inside."""
     with box.steady:
         with box.changed:
             handle = box.handles.get(number)
             if handle is None or handle.status is not None or box.closing or box.dead:
-                return frozenset()
+                return []
             live, pid = box.live, handle.pid
+            current = handle.command
+            if current is None or current.number != command.number:
+                return []
+        before = portable(current).before
         processes = live.processes()
     below = {pid}
     while more := {p.pid for p in processes if p.ppid in below} - below:
         below |= more
-    return frozenset(below - {pid})
+    return sorted(below - {pid} - before)
 
 
 def _cut_off(box: Box, number: int, call: Call) -> tuple[bytes, bytes]:
@@ -321,7 +334,7 @@ def _cut_off(box: Box, number: int, call: Call) -> tuple[bytes, bytes]:
     if command is None or command.call != call.number:
         return b"", b""  # it never had its turn, or is over
     for _ in range(5):
-        started = _descendants(box, number) - command.before
+        started = _started(box, number, command)
         if not started:
             break
         with box.steady:

@@ -22,15 +22,57 @@ from typing import Any
 from ..deltacr import peer
 
 _OS = frozenset(
-    "open read write pread pwrite readlink stat fstat listdir mkdir makedirs rmdir unlink rename"
-    " chown fchown chmod fchmod pipe pipe2 memfd_create ftruncate truncate pidfd_open statvfs"
-    " fstatvfs sched_getaffinity getpriority posix_fallocate setxattr getxattr symlink link".split()
+    [
+        "open",
+        "read",
+        "write",
+        "pread",
+        "pwrite",
+        "readlink",
+        "stat",
+        "fstat",
+        "listdir",
+        "mkdir",
+        "makedirs",
+        "rmdir",
+        "unlink",
+        "rename",
+        "chown",
+        "fchown",
+        "chmod",
+        "fchmod",
+        "pipe",
+        "pipe2",
+        "memfd_create",
+        "ftruncate",
+        "truncate",
+        "pidfd_open",
+        "statvfs",
+        "fstatvfs",
+        "sched_getaffinity",
+        "getpriority",
+        "posix_fallocate",
+        "setxattr",
+        "getxattr",
+        "symlink",
+        "link",
+    ]
 )
 _FCNTL = frozenset(["ioctl", "fcntl"])
-_MOUNT = (
-    "mount umount open_tree move_mount mount_setattr fsopen fsconfig_string fsconfig_flag"
-    " fsconfig_fd fsconfig_create fsmount syncfs".split()
-)
+_MOUNT = [
+    "mount",
+    "umount",
+    "open_tree",
+    "move_mount",
+    "mount_setattr",
+    "fsopen",
+    "fsconfig_string",
+    "fsconfig_flag",
+    "fsconfig_fd",
+    "fsconfig_create",
+    "fsmount",
+    "syncfs",
+]
 _PACKAGES = ("deltabox.linux.", "deltabox.deltacr.", "deltabox.deltafs.", "deltabox.keeper.")
 _COUNTED_THREADS = ("connection", "fork")
 

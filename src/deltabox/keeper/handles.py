@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ..linux.proc import inside_pids
 from .streams import Kept, Pump, Reader, SavedReader, SavedWriter, Unread, Writer
 
 RUN: Final = "run"
@@ -33,12 +34,16 @@ FDS: Final = {"stdin": 0, "stdout": 1, "stderr": 2, CONTROL: 3}
 
 @dataclass(frozen=True)
 class Command:
-    """A command that a shell is working on. `call` is the caller that waits for it."""
+    """A command that a shell is working on. `call` is the caller that waits for it.
+
+    `before`: the processes that ran when it began, and are not to be killed with it. Host pids are
+    quick to get and mean nothing after a rollback, so a checkpoint keeps pids as seen inside.
+    """
 
     number: int
     call: int
-    line: bytes
     before: frozenset[int] = frozenset()
+    inside: bool = False
     sent: bool = False
 
 
@@ -280,5 +285,13 @@ def restored(
 
 
 def sent(command: Command, before: frozenset[int]) -> Command:
-    """The same command, now on its way; `before`: what ran below the shell already."""
+    """The same command, now on its way; `before`: host pids of what runs already."""
     return replace(command, sent=True, before=before)
+
+
+def portable(command: Command) -> Command:
+    """The same command with its `before` as pids seen inside."""
+    if command.inside:
+        return command
+    before = frozenset(inside_pids(command.before).values())
+    return replace(command, before=before, inside=True)

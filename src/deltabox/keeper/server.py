@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import errors
+from .background import after_reply
 from .box import Box, Call, CallerGone, gone
 from .journal import start_time
 from .protocol import VERSION, Channel, Message, describe
@@ -250,19 +251,20 @@ class Server:
             reply: Message
             if not self._begin():
                 return
-            try:
-                reply = {"ok": self._do(connection, op, message)}
-            except CallerGone:
-                return
-            except BaseException as error:
-                reply = {"error": describe(error)}
-            finally:
-                connection.finished()
-                self._finish()
-            try:
-                channel.send(reply)
-            except ValueError as error:
-                channel.send({"error": describe(error)})
+            with after_reply():
+                try:
+                    reply = {"ok": self._do(connection, op, message)}
+                except CallerGone:
+                    return
+                except BaseException as error:
+                    reply = {"error": describe(error)}
+                finally:
+                    connection.finished()
+                    self._finish()
+                try:
+                    channel.send(reply)
+                except ValueError as error:
+                    channel.send({"error": describe(error)})
 
     def _do(self, connection: Connection, op: str, arguments: dict[str, Any]) -> Any:
         return self.requests.handler(op)(connection, **arguments)

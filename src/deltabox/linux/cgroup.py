@@ -78,17 +78,18 @@ def remove(path: Path, timeout: float = 5.0) -> None:
                 time.sleep(0.002)  # exiting tasks leave the group a moment after they are reaped
 
 
-def wait_empty(path: Path, timeout: float = 10.0) -> None:
-    """Return once a v2 group has no member; exiting tasks leave it just after they are reaped."""
+def wait_event(path: Path, wanted: bytes, timeout: float) -> bool:
+    """Wait until cgroup.events of a v2 group has the line `wanted`; False after `timeout` s."""
     events = os.open(path / "cgroup.events", os.O_RDONLY | os.O_CLOEXEC)
     try:
         poller = select.poll()
         poller.register(events, select.POLLPRI)
         deadline = time.monotonic() + timeout
-        while b"populated 1" in os.pread(events, 256, 0):
+        while wanted not in os.pread(events, 256, 0):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"{path} still has members")
+                return False
             poller.poll(min(left, 0.1) * 1000)
+        return True
     finally:
         os.close(events)
