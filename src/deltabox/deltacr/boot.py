@@ -19,6 +19,7 @@ from ..linux import numbers as nr
 from .records import Program, Ref, Sequence, Var
 
 SIGCHLD = 17
+_MADV_DOFORK = 11
 AT_FDCWD = -100
 _MOVE_MOUNT_F_EMPTY_PATH = 4
 _MS_BIND, _MS_REC, _MS_SLAVE, _MS_RDONLY, _MS_REMOUNT = 4096, 16384, 1 << 19, 1, 32
@@ -107,10 +108,16 @@ def seed_program(root: str) -> Program:
     return program
 
 
-def template_program() -> Program:
-    """Run by the seed: fork a blank template into the group of its tree."""
+def template_program(stash: list[tuple[int, int]]) -> Program:
+    """Run by the seed: fork a blank template into the group of its tree.
+
+    Or by a template: fork one that shares all its pages. `stash` are the address ranges it holds,
+    some of which a restore may have kept from being inherited.
+    """
     program = Program("sock", "cgroup")
     body = program.sequence("template")
+    for low, high in stash:
+        program.root.call(nr.MADVISE, low, high - low, _MADV_DOFORK, may_fail=True)
     arguments = program.clone_args(
         flags=ns.CLONE_PARENT | ns.CLONE_INTO_CGROUP, stack=_stack(0), stack_size=_STACK
     )

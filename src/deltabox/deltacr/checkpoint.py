@@ -23,8 +23,10 @@ from .capture import capture
 from .freeze import Frozen, freeze
 from .interrupted import Waits
 from .live import Live
-from .peer import PeerGone, ProgramFailed, insist
+from .model import PAGE, Capture
+from .peer import PeerGone, ProgramFailed, Run, insist
 from .program import compile_program
+from .records import Var
 from .template import Stats, Template
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ def take(
 ) -> tuple[Template, T]:
     """Fill `blank` with the tree's state at one instant; it is the checkpoint's template then.
 
+    It may be a fork of the template before: then only the pages that differ are written.
+
     Raises UnsupportedState when something could not be given back, CheckpointError otherwise; the
     tree runs on in both cases.
     """
@@ -60,8 +64,8 @@ def take(
                     base=base,
                     born=born,
                 )
-                stash = memory.plan(seen)
-                _feed(blank, stash)
+                stash = memory.plan(seen, blank.stash)
+                changed = _feed(blank, seen, stash)
                 result = at_instant()
             pause = time.monotonic() - frozen.began
         except DeltaBoxError:
@@ -76,23 +80,31 @@ def take(
     )
     blank.capture = seen
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
-    blank.memory_bytes = stash.bytes + len(blank.sealed.content)
+    blank.stash = stash
+    blank.memory_bytes = changed + len(blank.sealed.content)
     blank.stats = Stats(
         pause_ms=pause * 1e3,
         total_ms=(time.monotonic() - started) * 1e3,
-        dirty_bytes=stash.bytes,
+        dirty_bytes=changed,
         processes=len(seen.processes),
     )
     return blank, result
 
 
-def _feed(blank: Template, stash: memory.Stash) -> None:
-    program, checks, fds = memory.feed(stash)
+def _feed(blank: Template, seen: Capture, stash: memory.Stash) -> int:
+    """Read the tree's pages into the template; bytes that were written there."""
+    feeding = memory.feed(seen, stash, blank.stash)
     try:
-        run = blank.peer.run(program.seal(), 0, fds)
+        run = blank.peer.run(feeding.program.seal(), 0, feeding.fds)
     finally:
-        for fd in fds.values():
+        for fd in feeding.fds.values():
             os.close(fd)
+    check_reads(run, feeding.checks)
+    return feeding.fresh + run.variable(feeding.copied) * PAGE
+
+
+def check_reads(run: Run, checks: list[tuple[Var, int]]) -> None:
+    """A read that stopped half-way says so only in its result."""
     for result, expected in checks:
         if run.variable(result) != expected:
             raise CheckpointError("some pages of a process could not be read")

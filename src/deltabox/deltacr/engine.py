@@ -20,14 +20,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import DeltaBoxError, HostUnsupported, RollbackError
+from ..errors import CheckpointError, DeltaBoxError, HostUnsupported, RollbackError
 from ..linux import cgroup
 from ..linux.cgroup import remove as remove_cgroup
-from . import boot, checkpoint
+from . import boot, checkpoint, memory
 from .live import Exit as Exit
 from .live import Live, WorldState
 from .peer import Peer, PeerGone, ProgramFailed, end_task, pair
@@ -42,6 +42,7 @@ __all__ = ["Engine", "Exit", "Live", "Template", "Tree", "remove_cgroup"]
 _INTERPRETER = Path(__file__).with_name("_interpreter")
 _BLANKS = 2
 _SPARE = 4
+_GENERATIONS = 8
 
 
 class Engine:
@@ -170,16 +171,17 @@ class Tree:
         except (ProgramFailed, PeerGone, OSError) as error:
             raise RollbackError(f"the tree could not be rebuilt: {error}") from error
         live.origin = template.capture
+        live.base = template
         return live
 
     def checkpoint(
         self, live: Live, *, externals: Mapping[int, str], at_instant: Callable[[], T]
     ) -> tuple[Template, T]:
         """Capture a tree into a fresh template; see `checkpoint.take`."""
-        blank = self._take_blank()
+        blank = self._successor(live)
         self._filled.add(blank)
         try:
-            return checkpoint.take(
+            taken = checkpoint.take(
                 live,
                 blank,
                 owner=self.owner,
@@ -192,6 +194,8 @@ class Tree:
         except BaseException:
             blank.close()
             raise
+        live.base = blank
+        return taken
 
     def close(self) -> None:
         """End what is left of the tree."""
@@ -326,16 +330,77 @@ class Tree:
         with self._lock:
             self._lives.discard(live)
 
-    def _blank(self) -> Template:
-        """A template that holds nothing yet, with its door."""
+    def prepare(self, live: Live) -> None:
+        """Make the template of a live tree's next checkpoint ahead; for the caller's background.
+
+        It is a fork of the last one. After a few generations of that it is a full copy instead,
+        because the kernel's forks get slower with every generation.
+        """
+        base = live.base
+        if live.successor is not None or base is None or base.closed:
+            return
+        try:
+            if base.depth < _GENERATIONS:
+                made = self._fork_of(base)
+            else:
+                made = self._copy_of(base)
+        except (OSError, ProgramFailed, PeerGone, CheckpointError) as error:
+            log.info("the next checkpoint will be a full copy: %s", error)
+            return
+        if not live.keep_successor(base, made):
+            made.close()
+
+    def _successor(self, live: Live) -> Template:
+        """A template for the next checkpoint: prepared, forked now, or blank."""
+        made = live.take_successor()
+        if made is not None:
+            return made
+        base = live.base
+        if base is not None and not base.closed and base.depth < _GENERATIONS:
+            try:
+                return self._fork_of(base)
+            except (OSError, ProgramFailed, PeerGone) as error:
+                log.info("a full copy, because no template could be forked: %s", error)
+        return self._take_blank()
+
+    def _fork_of(self, base: Template) -> Template:
+        """A template that shares all pages of another."""
+        # The door is kept still: a restore decides what of the memory is inherited.
+        with base.life, base.door.lock:
+            if base.closed or base.stash is None:
+                raise PeerGone("the template has been closed")
+            ranges = [r for found in base.stash.extents().values() for r in found]
+            made = self._blank(base.peer, ranges)
+            made.stash, made.depth = base.stash, base.depth + 1
+        return made
+
+    def _copy_of(self, base: Template) -> Template:
+        """A template with copies of all pages of another."""
+        made = self._take_blank()
+        try:
+            with base.life:
+                if base.closed or base.stash is None:
+                    raise PeerGone("the template has been closed")
+                program, checks = memory.duplicate(base.stash, base.pid_outside)
+                checkpoint.check_reads(made.peer.run(program.seal(), 0), checks)
+                made.stash = base.stash
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _blank(
+        self, origin: Peer | None = None, stash: Sequence[tuple[int, int]] = ()
+    ) -> Template:
+        """A template with its door, forked from the seed or from another template."""
         with contextlib.ExitStack() as undo:
             cgroup_fd = os.open(self._templates_group, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 mine, theirs = pair()
                 undo.callback(mine.close)
-                program = boot.template_program()
+                program = boot.template_program(list(stash))
                 with theirs:
-                    run = self.engine.seed.run(
+                    run = (origin or self.engine.seed).run(
                         program.seal(), 0, {"sock": theirs.fileno(), "cgroup": cgroup_fd}
                     )
                 template_pid = run.variable(program.result)

@@ -36,7 +36,7 @@ enum { SYS_read = 0, SYS_write = 1, SYS_poll = 7, SYS_mmap = 9, SYS_mprotect = 1
        SYS_timer_create = 222, SYS_timer_delete = 226, SYS_exit_group = 231, SYS_clone3 = 435 };
 
 enum op { OP_END, OP_CALL, OP_CLONE, OP_BARRIER, OP_COPY, OP_RESUME, OP_SERVE, OP_TIMER,
-          OP_STORE, OP_SKIP_IF_ERROR, OP_LOAD };
+          OP_STORE, OP_SKIP_IF_ERROR, OP_LOAD, OP_MERGE };
 enum { MAY_FAIL = 1, LATE = 2 /* after the point of no return: no fault is injected */ };
 
 struct record {
@@ -186,6 +186,47 @@ __attribute__((noreturn)) static void resume(u64 frame, u32 *threads_left, u64 a
         __builtin_unreachable();
 }
 
+struct iovec { void *base; u64 size; };
+
+#define PAGE 4096UL
+#define SCRATCH 65536UL
+
+static int same_page(const u64 *a, const u64 *b)
+{
+        for (u64 i = 0; i < PAGE / 8; i += 8) {
+                u64 d = (a[i] ^ b[i]) | (a[i + 1] ^ b[i + 1]) | (a[i + 2] ^ b[i + 2]) |
+                        (a[i + 3] ^ b[i + 3]) | (a[i + 4] ^ b[i + 4]) | (a[i + 5] ^ b[i + 5]) |
+                        (a[i + 6] ^ b[i + 6]) | (a[i + 7] ^ b[i + 7]);
+                if (d)
+                        return 0;
+        }
+        return 1;
+}
+
+/*
+ * Bring a range of ours up to date with another process's memory, writing only the pages that
+ * differ: the others stay shared with the template we were forked from.  `*copied` counts pages.
+ */
+static s64 merge(s64 source, u64 from, u64 to, u64 size, u8 *scratch, s64 is_file, s64 *copied)
+{
+        for (u64 done = 0; done < size; done += SCRATCH) {
+                u64 part = size - done < SCRATCH ? size - done : SCRATCH;
+                struct iovec local = { scratch, part }, remote = { (void *)(from + done), part };
+                s64 got = is_file ? call6(17, source, (s64)scratch, part, from + done, 0, 0)
+                                  : call6(310, source, (s64)&local, 1, (s64)&remote, 1, 0);
+                if (got != (s64)part)
+                        return is_error(got) ? got : -14;
+                for (u64 at = 0; at < part; at += PAGE) {
+                        u8 *mine = (u8 *)(to + done + at);
+                        if (!same_page((u64 *)mine, (u64 *)(scratch + at))) {
+                                copy(mine, scratch + at, PAGE);
+                                ++*copied;
+                        }
+                }
+        }
+        return 0;
+}
+
 /* timer_create(2) hands out identifiers in order; skip until it is the wanted one. */
 static s64 create_timer(s64 clock, s64 event, s32 wanted)
 {
@@ -202,7 +243,6 @@ static s64 create_timer(s64 clock, s64 event, s32 wanted)
         }
 }
 
-struct iovec { void *base; u64 size; };
 struct msghdr { void *name; u32 name_size, pad; struct iovec *vectors; u64 count;
                 void *control; u64 control_size; u32 flags, pad2; };
 struct control { u64 size; s32 level, type; s32 fds[252]; };
@@ -304,6 +344,9 @@ static s64 run(struct header *h, u64 entry)
                         result = create_timer(a[0], a[1], a[2]);
                 else if (r->op == OP_STORE)
                         *(s64 *)a[0] = a[1];
+                else if (r->op == OP_MERGE)
+                        result = merge(a[0], a[1], a[2], a[3], (u8 *)a[4], a[5],
+                                       &h->variables[r->number]);
                 else if (r->op == OP_LOAD)
                         result = *(s32 *)a[0];
                 else if (r->op == OP_SKIP_IF_ERROR) {

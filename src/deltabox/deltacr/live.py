@@ -34,6 +34,7 @@ from .interrupted import Waits
 from .model import Capture
 from .peer import Peer, PeerGone, ProgramFailed, insist
 from .records import Program, Ref, Sealed, Var
+from .template import Template
 
 _SPAWN_SLOT = 512  # programs of a PID 1 are mapped this many slots above its own control memory
 
@@ -81,6 +82,8 @@ class Live:
         self.world = WorldState(0, b"")
         self.waits = Waits()
         self.origin: Capture | None = None  # what it was restored from
+        self.base: Template | None = None  # the last state of it that a template holds
+        self.successor: Template | None = None  # made ahead for the next checkpoint
         self.on_end: Callable[[], None] = lambda: None
         self._ended = False
         self._end_lock = threading.Lock()
@@ -90,6 +93,19 @@ class Live:
         """Open what needs the mounts to be in place; `world` is known from an earlier sandbox."""
         self.root = os.open(f"/proc/{self.init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self.world = world or WorldState(mount_count(self.init), network_state(self.init))
+
+    def keep_successor(self, base: Template, made: Template) -> bool:
+        """Keep a template for the next checkpoint; False when it comes too late."""
+        with self._end_lock:
+            if self._ended or self.successor is not None or self.base is not base:
+                return False
+            self.successor = made
+            return True
+
+    def take_successor(self) -> Template | None:
+        with self._end_lock:
+            made, self.successor = self.successor, None
+            return made
 
     # -- children ---------------------------------------------------------------------------
 
@@ -316,6 +332,9 @@ class Live:
             if self._ended:
                 return
             self._ended = True
+            if self.successor is not None:
+                self.successor.close()
+                self.successor = None
             self.kill_all()
             pidfd.reap(self.pidfd)
             self.peer.close()

@@ -1,11 +1,15 @@
 """A process's address space: read its map, move its pages into a template, put them back.
 
 Where a page goes.  The template holds every private page of the tree in its *stash*, a range of
-addresses far from anything a program uses.  A private anonymous mapping is stashed whole, at its
-final address modulo 1 GiB, so that the mremap(2) which puts it in place in the clone moves page
-tables instead of entries.  Pages that a process has written in a private *file* mapping are packed
-together and copied over a fresh mapping of the file: the file is opened by name in the rebuilt
-root, so neither later edits by the live tree nor the old overlay can show through.
+addresses far from anything a program uses.  A private mapping is stashed whole, at its final
+address modulo 1 GiB, so that the mremap(2) which puts it in place in the clone moves page tables
+instead of entries.  Pages that a process has written in a private *file* mapping are copied over a
+fresh mapping of the file: the file is opened by name in the rebuilt root, so neither later edits by
+the live tree nor the old overlay can show through.
+
+What a checkpoint costs.  A template is a fork of the one before it, so it shares all its pages.
+Every page of the tree is read and compared, and only those that differ are written: memory grows
+with the change.  (That the reading, too, follows the change is a later issue.)
 
 Rejected: keeping file mappings in the template (they would pin the old overlay and read through to
 the live tree's edits), and final addresses in the template (two Debian pythons collide already).
@@ -27,7 +31,20 @@ from ..linux import numbers as nr
 from ..linux import pagemap
 from ..linux.proc import read
 from .model import PAGE, Capture, Mapping, Process
-from .records import CODE, FRAMES, OURS, OURS_END, STASH, Program, Sequence, Var
+from .records import (
+    CODE,
+    CONTROL,
+    FRAMES,
+    OURS,
+    OURS_END,
+    SCRATCH,
+    SLOT,
+    SLOTS,
+    STASH,
+    Program,
+    Sequence,
+    Var,
+)
 
 Refuse = Callable[[str, str], UnsupportedState]
 
@@ -35,7 +52,6 @@ _HEADER = re.compile(
     r"^([0-9a-f]+)-([0-9a-f]+) (.)(.)(.)(.) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(.*)$"
 )
 _GIB = 1 << 30
-_CLUSTER_GAP = 256 << 20
 _ANONYMOUS_NAMES = ("", "[heap]", "[stack]")
 _VDSO_NAMES = ("[vvar]", "[vvar_vclock]", "[vdso]")
 _REFUSED_FLAGS = {
@@ -52,6 +68,7 @@ _REFUSED_FLAGS = {
 _ADVICE = {"rr": 1, "sr": 2, "dc": 10, "mg": 12, "hg": 14, "nh": 15, "dd": 16, "wf": 18}
 _MAP_GROWSDOWN, _MAP_NORESERVE = 0x100, 0x4000
 _IOV_MAX = 1024
+_MADV_DONTNEED = 4
 _PR_SET_VMA = 0x53564D41
 _DELETED = " (deleted)"
 
@@ -160,124 +177,261 @@ def _gap(found: list[Mapping]) -> int:
 # -- into the template ----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Window:
+    """Where a stretch of a process's addresses is kept: at address + shift."""
+
+    low: int
+    high: int
+    shift: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the stash holds of one mapping."""
+
+    address: int
+    size: int
+    flags: int
+    shift: int
+    pages: tuple[tuple[int, int], ...]  # addresses in the process
+
+
 @dataclass
 class Stash:
-    """Where each process's pages are in the template."""
+    """What a template holds, and where: by the pid and the start of each mapping."""
 
-    anonymous: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, start) -> address
-    packed: dict[tuple[int, int], int] = field(default_factory=dict)  # (pid, page range start)
-    reservations: list[tuple[int, int, int]] = field(default_factory=list)  # address, size, flags
-    reads: list[tuple[Process, int, int, int, bool]] = field(default_factory=list)
-    bytes: int = 0
-    extents: dict[int, tuple[int, int]] = field(default_factory=dict)  # pid -> its address range
-    sizes: dict[int, int] = field(default_factory=dict)  # pid -> bytes held for it
-    _next: int = STASH
+    held: dict[tuple[int, int], Held] = field(default_factory=dict)
+    windows: dict[int, list[Window]] = field(default_factory=dict)
+    next: int = STASH
 
-    def reserve(self, size: int, like: int, flags: int) -> int:
-        """An address range congruent with `like` modulo 1 GiB."""
-        address = (self._next & ~(_GIB - 1)) + like % _GIB
-        if address < self._next:
-            address += _GIB
-        self.reserve_at(address, size, flags)
-        return address
-
-    def reserve_at(self, address: int, size: int, flags: int) -> None:
-        self._next = address + size + (2 << 20)
-        if self._next > OURS_END:
+    def shift_for(self, pid: int, mapping: Mapping, avoid: int | None) -> int:
+        """The shift of a window of this process that covers the mapping; a new one if need be."""
+        windows = self.windows.setdefault(pid, [])
+        for window in windows:
+            if window.low <= mapping.start and mapping.end <= window.high and window.shift != avoid:
+                return window.shift
+        low, high = mapping.start & -_GIB, (mapping.end + _GIB - 1) & -_GIB
+        shift = self.next - low
+        self.next += high - low + _GIB
+        if self.next > OURS_END:
             raise UnsupportedState(
-                f"a process reserves {size >> 30} GiB of memory", object="mapping"
+                f"pid {pid} reserves {mapping.size >> 30} GiB of memory", object="mapping"
             )
-        self.reservations.append((address, size, flags))
+        windows.append(Window(low, high, shift))
+        return shift
 
-    def read(
-        self, process: Process, mapping: Mapping, origin: int, target: int, size: int
-    ) -> None:
-        self.reads.append((process, origin, target, size, bool(mapping.prot & 1)))
-        self.bytes += size
+    def extents(self) -> dict[int, list[tuple[int, int]]]:
+        """The stash's address ranges of each process, one for each window that is used."""
+        found: dict[int, dict[int, tuple[int, int]]] = {}
+        for (pid, _), held in self.held.items():
+            ranges = found.setdefault(pid, {})
+            low, high = ranges.get(held.shift, (held.address, 0))
+            ranges[held.shift] = (min(low, held.address), max(high, held.address + held.size))
+        return {pid: list(ranges.values()) for pid, ranges in found.items()}
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes held for each process."""
+        sizes: dict[int, int] = {}
+        for (pid, _), held in self.held.items():
+            sizes[pid] = sizes.get(pid, 0) + sum(high - low for low, high in held.pages)
+        return sizes
 
 
-def plan(capture: Capture) -> Stash:
-    """Lay out the stash for a whole tree."""
-    stash = Stash()
+def plan(capture: Capture, base: Stash | None) -> Stash:
+    """Lay out the stash for a whole tree; what `base` holds already stays where it is.
+
+    Neighbours that the kernel had kept apart must not become mergeable, so two of the same
+    protection that touch are given different shifts.
+    """
+    stash = Stash(next=base.next if base else STASH)
     for process in capture.processes:
-        first, before = stash._next, stash.bytes
-        end, shift, previous = 0, None, None
-        held = [m for m in process.mappings if m.pages]
-        for mapping in (m for m in held if m.kind == "anonymous"):
-            # Neighbours that the kernel had kept apart must not become mergeable, so they are
-            # not stashed side by side.
-            apart = (
+        if base and process.pid in base.windows:
+            stash.windows[process.pid] = list(base.windows[process.pid])
+        previous: Mapping | None = None
+        shift = 0
+        for mapping in process.mappings:
+            if not mapping.pages:
+                continue
+            key = (process.pid, mapping.start)
+            touches = (
                 previous is not None
+                and previous.kind == mapping.kind == "anonymous"
                 and previous.end == mapping.start
                 and previous.prot == mapping.prot
             )
-            flags = _map_flags(mapping)
-            if shift is None or mapping.start - end > _CLUSTER_GAP or apart:
-                base = stash.reserve(mapping.size, mapping.start, flags)
-                shift = base - mapping.start
+            avoid = shift if touches else None
+            known = base.held.get(key) if base else None
+            if known is not None and known.shift != avoid:
+                shift = known.shift
             else:
-                base = mapping.start + shift
-                stash.reserve_at(base, mapping.size, flags)
-            end, previous = mapping.end, mapping
-            stash.anonymous[process.pid, mapping.start] = base
-            for low, high in mapping.pages:
-                stash.read(process, mapping, low, base + low - mapping.start, high - low)
-        for mapping in (m for m in held if m.kind == "file"):
-            base = stash.reserve(sum(high - low for low, high in mapping.pages), 0, 0)
-            for low, high in mapping.pages:
-                stash.packed[process.pid, low] = base
-                stash.read(process, mapping, low, base, high - low)
-                base += high - low
-        if stash.bytes > before:
-            stash.extents[process.pid] = (first & -PAGE, (stash._next + PAGE) & -PAGE)
-            stash.sizes[process.pid] = stash.bytes - before
+                shift = stash.shift_for(process.pid, mapping, avoid)
+            previous = mapping
+            stash.held[key] = Held(
+                mapping.start + shift, mapping.size, _map_flags(mapping), shift, mapping.pages
+            )
     return stash
 
 
-def feed(stash: Stash) -> tuple[Program, list[tuple[Var, int]], dict[str, int]]:
-    """The template's own program: reserve the stash and read every page into it.
+@dataclass
+class Feeding:
+    """The template's own program, what it needs, and how to tell that all was read."""
 
-    Returns it with (result, expected bytes) of every read, and the descriptors it needs:
+    program: Program
+    fds: dict[str, int]
+    copied: Var  # pages that were merged
+    fresh: int = 0  # bytes that were read without comparing
+    checks: list[tuple[Var, int]] = field(default_factory=list)
+
+
+def feed(capture: Capture, stash: Stash, base: Stash | None) -> Feeding:
+    """Make a template that holds `base` hold `stash`, reading from the stopped processes.
+
+    Pages of mappings that it holds already are compared and copied only when they differ.
     process_vm_readv(2) respects PROT_NONE, so such pages come through /proc/PID/mem instead.
     """
-    unreadable = {p.pid: p for p, _, _, _, readable in stash.reads if not readable}
-    program = Program(*(f"mem{pid}" for pid in unreadable))
+    hidden = {
+        p.pid: p for p in capture.processes for m in p.mappings if m.pages and not m.prot & 1
+    }
+    program = Program(*(f"mem{pid}" for pid in hidden))
     fds = {
         f"mem{pid}": os.open(f"/proc/{p.host_pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-        for pid, p in unreadable.items()
+        for pid, p in hidden.items()
     }
+    feeding = Feeding(program, fds, program.variable())
     do = program.root
-    for address, size, flags in stash.reservations:
-        do.call(nr.MMAP, address, size, 3, 0x100022 | flags, -1, 0, what="reserve stash")
-    checks: list[tuple[Var, int]] = []
-    batch: list[tuple[int, int, int]] = []
-    owner: Process | None = None
+    old = base.held if base else {}
+    if base:
+        # what it inherited of the control memories of trees restored from its origin
+        do.call(nr.MUNMAP, CONTROL + SLOT, (SLOTS - 1) * SLOT)
+    for key, was in old.items():
+        now = stash.held.get(key)
+        kept = now is not None and now.shift == was.shift and now.flags == was.flags
+        keep = min(was.size, now.size) if kept and now is not None else 0
+        if keep < was.size:
+            do.call(nr.MUNMAP, was.address + keep, was.size - keep, what="unmap stash")
+        if kept and now is not None:
+            for low, high in _without(was.pages, now.pages):
+                if low + was.shift < was.address + keep:
+                    size = min(high + was.shift, was.address + keep) - low - was.shift
+                    do.call(nr.MADVISE, low + was.shift, size, _MADV_DONTNEED, what="drop pages")
+    scratch = program.data(bytes(SCRATCH), 4096)
+    reader = _Reader(feeding)
+    for process in capture.processes:
+        for mapping in process.mappings:
+            now = stash.held.get((process.pid, mapping.start))
+            if now is None:
+                continue
+            was_held = old.get((process.pid, mapping.start))
+            known = 0
+            if was_held and was_held.shift == now.shift and was_held.flags == now.flags:
+                known = min(was_held.size, now.size)
+            if known < now.size:
+                do.call(nr.MMAP, now.address + known, now.size - known, 3, 0x100022 | now.flags,
+                        -1, 0, what="reserve stash")
+            border = mapping.start + known
+            for low, high in mapping.pages:
+                if low < border:
+                    size = min(high, border) - low
+                    source = program.inputs.get(f"mem{process.pid}")
+                    is_file = not mapping.prot & 1
+                    do.merge(
+                        source if is_file and source is not None else process.host_pid,
+                        low, low + now.shift, size, scratch=scratch, is_file=is_file,
+                        copied=feeding.copied, what=f"read the memory of pid {process.pid}",
+                    )
+                if high > border:
+                    first = max(low, border)
+                    reader.add(process, mapping, first, first + now.shift, high - first)
+    reader.flush()
+    return feeding
 
-    def flush() -> None:
-        if batch and owner is not None:
-            remote = program.data(b"".join(struct.pack("<QQ", a, n) for a, _, n in batch))
-            local = program.data(b"".join(struct.pack("<QQ", a, n) for _, a, n in batch))
-            result = program.variable()
-            do.call(
-                nr.PROCESS_VM_READV, owner.host_pid, local, len(batch), remote, len(batch), 0,
-                save=result, what=f"read the memory of pid {owner.pid}",
+
+class _Reader:
+    """Reads fresh pages in batches of as many ranges as one call takes."""
+
+    def __init__(self, feeding: Feeding) -> None:
+        self._feeding = feeding
+        self._process: Process | None = None
+        self._ranges: list[tuple[int, int, int]] = []
+
+    def add(self, process: Process, mapping: Mapping, origin: int, to: int, size: int) -> None:
+        feeding = self._feeding
+        feeding.fresh += size
+        if not mapping.prot & 1:
+            result = feeding.program.variable()
+            feeding.program.root.call(  # pread64
+                17, feeding.program.inputs[f"mem{process.pid}"], to, size, origin,
+                save=result, what=f"read protected memory of pid {process.pid}",
             )
-            checks.append((result, sum(n for _, _, n in batch)))
-            batch.clear()
+            feeding.checks.append((result, size))
+            return
+        if process is not self._process or len(self._ranges) == _IOV_MAX:
+            self.flush()
+            self._process = process
+        self._ranges.append((origin, to, size))
 
-    for process, origin, target, size, readable in stash.reads:
-        if not readable:
-            result = program.variable()
-            do.call(17, program.inputs[f"mem{process.pid}"], target, size, origin,  # pread64
-                    save=result, what=f"read protected memory of pid {process.pid}")
-            checks.append((result, size))
-            continue
-        if process is not owner or len(batch) == _IOV_MAX:
-            flush()
-            owner = process
-        batch.append((origin, target, size))
-    flush()
-    return program, checks, fds
+    def flush(self) -> None:
+        if self._ranges and self._process is not None:
+            feeding = self._feeding
+            _read_ranges(feeding.program, self._process.host_pid, self._ranges, feeding.checks)
+            self._ranges.clear()
+
+
+def _read_ranges(
+    program: Program,
+    pid: int,
+    ranges: list[tuple[int, int, int]],
+    checks: list[tuple[Var, int]],
+) -> None:
+    """process_vm_readv(2) of (origin, target, size) ranges, at most IOV_MAX of them."""
+    remote = program.data(b"".join(struct.pack("<QQ", a, n) for a, _, n in ranges))
+    local = program.data(b"".join(struct.pack("<QQ", a, n) for _, a, n in ranges))
+    result = program.variable()
+    program.root.call(
+        nr.PROCESS_VM_READV, pid, local, len(ranges), remote, len(ranges), 0,
+        save=result, what=f"read the memory of host process {pid}",
+    )
+    checks.append((result, sum(n for _, _, n in ranges)))
+
+
+def duplicate(stash: Stash, template: int) -> tuple[Program, list[tuple[Var, int]]]:
+    """Fill a blank template with all that another one (a host pid) holds, page by page.
+
+    The copy begins a new line: forks of forks of templates get slower with every generation.
+    """
+    program = Program()
+    checks: list[tuple[Var, int]] = []
+    ranges: list[tuple[int, int, int]] = []
+    for held in stash.held.values():
+        program.root.call(nr.MMAP, held.address, held.size, 3, 0x100022 | held.flags, -1, 0,
+                          what="reserve stash")
+        ranges += [(low + held.shift, low + held.shift, high - low) for low, high in held.pages]
+    for first in range(0, len(ranges), _IOV_MAX):
+        _read_ranges(program, template, ranges[first : first + _IOV_MAX], checks)
+    return program, checks
+
+
+def _without(
+    ranges: tuple[tuple[int, int], ...], others: tuple[tuple[int, int], ...]
+) -> list[tuple[int, int]]:
+    """The parts of sorted ranges that none of the other sorted ranges covers."""
+    left = []
+    index = 0
+    for low, high in ranges:
+        while index < len(others) and others[index][1] <= low:
+            index += 1
+        at = index
+        while low < high:
+            if at == len(others) or others[at][0] >= high:
+                left.append((low, high))
+                break
+            start, end = others[at]
+            if start > low:
+                left.append((low, start))
+            low = max(low, end)
+            at += 1
+    return left
 
 
 def _map_flags(mapping: Mapping) -> int:
@@ -300,12 +454,12 @@ def restore(
         start, size, prot = mapping.start, mapping.size, mapping.prot
         name = f"{start:#x}-{mapping.end:#x}"
         if mapping.kind == "anonymous":
-            stashed = stash.anonymous.get((process.pid, start))
-            if stashed is None:
+            held = stash.held.get((process.pid, start))
+            if held is None:
                 flags = fixed | mmap.MAP_ANONYMOUS | _map_flags(mapping)
                 do.call(nr.MMAP, start, size, prot, flags, -1, 0, what=f"map {name}")
             else:
-                do.call(nr.MREMAP, stashed, size, size, 3, start, what=f"place {name}")
+                do.call(nr.MREMAP, held.address, size, size, 3, start, what=f"place {name}")
                 if prot != 3:
                     do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
         else:
@@ -315,7 +469,8 @@ def restore(
             do.call(nr.MMAP, start, size, first, kind | _map_flags(mapping), fd, mapping.offset,
                     what=f"map {mapping.path}")
             for low, high in mapping.pages:
-                do.copy(low, stash.packed[process.pid, low], high - low)
+                shift = stash.held[process.pid, start].shift
+                do.copy(low, low + shift, high - low)
             if first != prot:
                 do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
         if mapping.kind == "anonymous" and mapping.path:
@@ -344,7 +499,7 @@ def open_mode(mapping: Mapping) -> int:
 def drop_inherited(program: Program, do: Sequence) -> None:
     """Unmap all that a clone has inherited of ours but the code and its own control memory."""
     do.call(nr.MUNMAP, CODE + 0x10_0000, FRAMES - CODE - 0x10_0000)
-    do.call(nr.MUNMAP, OURS + 0x8000_0000, program.below)
+    do.call(nr.MUNMAP, CONTROL, program.below)
     do.call(nr.MUNMAP, program.end, program.above)
 
 

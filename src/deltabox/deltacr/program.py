@@ -64,6 +64,8 @@ class _Compiler:
     ) -> None:
         self.capture = capture
         self.stash = stash
+        self.extents = stash.extents()
+        self.sizes = stash.sizes()
         self.limits = limits
         self.nice = nice
         self.keys = external_inputs(capture)
@@ -195,7 +197,7 @@ class _Compiler:
         if task.leads_session:
             do.call(nr.SETSID, what="setsid")
         # the biggest first: it has the most to do while the others are still being cloned
-        for child in sorted(task.after, key=lambda t: -self.stash.sizes.get(t.pid, 0)):
+        for child in sorted(task.after, key=lambda t: -self.sizes.get(t.pid, 0)):
             # a child that will be PID 1's, or a stand-in, ends without a signal to this parent
             silent = child.process is None or (
                 child.process.ppid != task.pid and task is not self.root
@@ -212,11 +214,12 @@ class _Compiler:
         before every clone, so nothing depends on how an earlier program ended.
         """
         wanted = {child.pid, *(t.pid for t in everyone(child))}
-        for pid, (low, high) in self.stash.extents.items():
-            if self.stash.sizes[pid] >= _BIG:
+        for pid, ranges in self.extents.items():
+            if self.sizes[pid] >= _BIG:
                 advice = _MADV_DOFORK if pid in wanted else _MADV_DONTFORK
-                # ENOMEM only says that there are holes in between
-                do.call(nr.MADVISE, low, high - low, advice, may_fail=True)
+                for low, high in ranges:
+                    # ENOMEM only says that there are holes in between
+                    do.call(nr.MADVISE, low, high - low, advice, may_fail=True)
 
     def _clone_orphan(self, do: Sequence, helper_pid: int, orphan: Task) -> None:
         program = self.program

@@ -52,6 +52,10 @@ class Op(IntEnum):
     STORE = 8
     SKIP_IF_ERROR = 9
     LOAD = 10
+    MERGE = 11
+
+
+SCRATCH = 65536
 
 
 MAY_FAIL = 1
@@ -151,6 +155,24 @@ class Sequence:
     def load(self, at: Ref, save: Var) -> None:
         """A 32-bit integer that a call has written, as pipe2(2) does."""
         self._add(Op.LOAD, at, save=save)
+
+    def merge(
+        self,
+        source: Argument,
+        origin: int,
+        target: int,
+        size: int,
+        *,
+        scratch: Ref,
+        is_file: bool,
+        copied: Var,
+        what: str,
+    ) -> None:
+        """Copy the pages that differ from a process (a pid) or its memory file (a descriptor)."""
+        self._add(
+            Op.MERGE, source, origin, target, size, scratch, int(is_file),
+            number=copied.index, what=what,
+        )
 
     def skip_if_error(self, value: Var, count: int) -> None:
         self._add(Op.SKIP_IF_ERROR, value, count)

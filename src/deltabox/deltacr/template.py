@@ -13,6 +13,7 @@ import threading
 from dataclasses import dataclass
 
 from ..linux import numbers as nr
+from .memory import Stash
 from .model import Capture
 from .peer import Peer, PeerGone, ProgramFailed, end_task
 from .records import OURS_END, SLOTS, STASH, Program, Sealed, Var
@@ -41,11 +42,14 @@ class Template:
         self.stats = Stats()
         self.sealed: Sealed | None = None
         self.pid: Var | None = None
+        self.stash: Stash | None = None  # what it holds, and where
+        self.depth = 0  # generations of forks since the last full copy
         self.capture: Capture | None = None
         self.externals: list[str] = []  # keys of the pipes a restore must bring
         self._task = task
         self._door_task = door_task
         self._lock = threading.Lock()
+        self.life = threading.RLock()  # held while it is closed, or another is forked from it
         self._slots = set(range(_FIRST_SLOT, SLOTS // 2))
         self._closed = False
 
@@ -62,10 +66,17 @@ class Template:
 
     def close(self) -> None:
         """Free the memory and end the two tasks. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        with self.life:
+            self._close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         program = Program()
         program.root.call(nr.MUNMAP, STASH, OURS_END - STASH)
         with contextlib.suppress(ProgramFailed, PeerGone, OSError):

@@ -108,6 +108,7 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[T
         )
     box.head = node.number
     tree.background.submit(tree.stock, node)
+    tree.background.submit(tree.engine.prepare, box.live)
     tree.background.submit(tree.engine.refill)
     return node
 
@@ -140,6 +141,7 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
         box.head = node.number
         box.let_go()
         tree.background.submit(tree.stock, node)
+        tree.background.submit(tree.engine.prepare, new.live)
         tree.background.submit(_dispose, box, old_live, old_layer, old_handles)
         tree.background.submit(tree.engine.refill)
 
