@@ -124,6 +124,7 @@ class Tree:
         self._groups: deque[Path] = deque()
         self._networks: deque[int] = deque()
         self._group_count = 0
+        self._doors = 0
         self._lock = threading.Lock()
         self._refill_lock = threading.Lock()
         self._closed = False
@@ -268,13 +269,14 @@ class Tree:
             except BaseException:
                 live.end()
                 raise
+            with self._lock:
+                self._lives.add(live)
+            self._scale_legacy()
             live.on_end = lambda: self._ended(live, template, slot)
             keep.pop_all()
             undo.pop_all()
             os.close(group_fd)
             os.close(network)
-        with self._lock:
-            self._lives.add(live)
         return live
 
     def _take_group(self) -> Path:
@@ -329,6 +331,7 @@ class Tree:
         template.give_slot(slot)
         with self._lock:
             self._lives.discard(live)
+        self._scale_legacy()
 
     def prepare(self, live: Live) -> None:
         """Make the template of a live tree's next checkpoint ahead; for the caller's background.
@@ -419,10 +422,16 @@ class Tree:
             door_pid = run.variable(program.result)
             door_fd = os.pidfd_open(door_pid)
             undo.callback(end_task, door_fd)
+            with self._lock:
+                self._doors += 1
+            undo.callback(self._door_closed)
+            self._scale_legacy()
             for group in self._legacy:
                 (group / "cgroup.procs").write_text(str(door_pid))
             undo.pop_all()
-        return Template(peer, Peer(door_mine), template_fd, door_fd, template_pid)
+        made = Template(peer, Peer(door_mine), template_fd, door_fd, template_pid)
+        made.on_close = self._door_closed
+        return made
 
     def _take_blank(self) -> Template:
         with self._lock:
@@ -468,13 +477,26 @@ class Tree:
         self._made(group.parent)
         self._made(group)
         group.mkdir(parents=True, exist_ok=True)
-        cgroup.set_limits(
-            group,
-            memory=self.memory_limit if controller == "memory" else None,
-            pids=self.pids_limit if controller == "pids" else None,
-            version=1,
-        )
         self._legacy.append(group)
+        self._scale_legacy()
+
+    def _scale_legacy(self) -> None:
+        """Version 1 limits are the tree's: every live sandbox's share, and our own doors."""
+        with self._lock:
+            lives, doors = max(1, len(self._lives)), self._doors
+        for group in self._legacy:
+            with contextlib.suppress(FileNotFoundError):
+                cgroup.set_limits(
+                    group,
+                    memory=None if self.memory_limit is None else self.memory_limit * lives,
+                    pids=None if self.pids_limit is None else (self.pids_limit + 1) * lives + doors,
+                    version=1,
+                )
+
+    def _door_closed(self) -> None:
+        with self._lock:
+            self._doors -= 1
+        self._scale_legacy()
 
     def _made(self, group: Path) -> None:
         self.engine.on_made("cgroup", str(group))

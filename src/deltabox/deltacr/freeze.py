@@ -80,8 +80,8 @@ def _stop_all(live: Live, frozen: Frozen) -> None:
         for pid in live.host_pids():
             try:
                 tids = proc.threads(pid)
-            except FileNotFoundError:
-                continue
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has just ended
             for tid in tids:
                 if tid in known:
                     continue

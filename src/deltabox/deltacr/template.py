@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..linux import numbers as nr
@@ -46,6 +47,7 @@ class Template:
         self.depth = 0  # generations of forks since the last full copy
         self.capture: Capture | None = None
         self.externals: list[str] = []  # keys of the pipes a restore must bring
+        self.on_close: Callable[[], None] = lambda: None
         self._task = task
         self._door_task = door_task
         self._lock = threading.Lock()
@@ -84,3 +86,4 @@ class Template:
         for peer, task in ((self.door, self._door_task), (self.peer, self._task)):
             peer.close()
             end_task(task)
+        self.on_close()
