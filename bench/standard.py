@@ -47,7 +47,10 @@ GOALS = {  # milliseconds, medians
 
 SETUP = f"""
 import random, zlib
-memory = bytearray(random.Random(7).randbytes({MEGABYTES} << 20))
+memory, source = bytearray({MEGABYTES} << 20), random.Random(7)
+for at in range(0, len(memory), 1 << 16):  # in pieces: nothing big is left over on the heap
+    memory[at:at + (1 << 16)] = source.randbytes(1 << 16)
+
 def dirty(n):
     for page in range({PYTHON_PAGES}):
         at = (page * 29 + n * 7) % ({MEGABYTES} << 8)

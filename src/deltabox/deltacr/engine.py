@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -368,13 +368,8 @@ class Tree:
 
     def _fork_of(self, base: Template) -> Template:
         """A template that shares all pages of another."""
-        # The door is kept still: a restore decides what of the memory is inherited.
-        with base.life, base.door.lock:
-            if base.closed or base.stash is None:
-                raise PeerGone("the template has been closed")
-            ranges = [r for found in base.stash.extents().values() for r in found]
-            made = self._blank(base.peer, ranges)
-            made.stash, made.depth = base.stash, base.depth + 1
+        made = self._blank(base)
+        made.stash, made.depth = base.stash, base.depth + 1
         return made
 
     def _copy_of(self, base: Template) -> Template:
@@ -392,21 +387,30 @@ class Tree:
             raise
         return made
 
-    def _blank(
-        self, origin: Peer | None = None, stash: Sequence[tuple[int, int]] = ()
-    ) -> Template:
+    def _fork_template(self, base: Template | None, fds: Mapping[str, int]) -> int:
+        """The host pid of a new template, forked from the seed or from another one."""
+        if base is None:
+            program = boot.template_program([])
+            return self.engine.seed.run(program.seal(), 0, fds).variable(program.result)
+        # The door is kept still: a restore decides what of the memory is inherited.
+        with base.life, base.door.lock:
+            if base.closed or base.stash is None:
+                raise PeerGone("the template has been closed")
+            ranges = [r for found in base.stash.extents().values() for r in found]
+            program = boot.template_program(ranges)
+            return base.peer.run(program.seal(), 0, fds).variable(program.result)
+
+    def _blank(self, base: Template | None = None) -> Template:
         """A template with its door, forked from the seed or from another template."""
         with contextlib.ExitStack() as undo:
             cgroup_fd = os.open(self._templates_group, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 mine, theirs = pair()
                 undo.callback(mine.close)
-                program = boot.template_program(list(stash))
                 with theirs:
-                    run = (origin or self.engine.seed).run(
-                        program.seal(), 0, {"sock": theirs.fileno(), "cgroup": cgroup_fd}
+                    template_pid = self._fork_template(
+                        base, {"sock": theirs.fileno(), "cgroup": cgroup_fd}
                     )
-                template_pid = run.variable(program.result)
             finally:
                 os.close(cgroup_fd)
             peer = Peer(mine)
