@@ -65,6 +65,7 @@ def take(
                     born=born,
                 )
                 stash = memory.plan(seen, blank.stash)
+                blank.resize(sum(stash.sizes().values()))
                 changed = _feed(blank, seen, stash)
                 result = at_instant()
             pause = time.monotonic() - frozen.began
@@ -81,7 +82,7 @@ def take(
     blank.capture = seen
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
     blank.stash = stash
-    blank.memory_bytes = changed + len(blank.sealed.content)
+    blank.resize(changed + len(blank.sealed.content))
     blank.stats = Stats(
         pause_ms=pause * 1e3,
         total_ms=(time.monotonic() - started) * 1e3,

@@ -5,9 +5,13 @@
 The *seed* is the interpreter freshly executed, with nothing of libc in its memory.  A *template*
 is a fork of it that will hold one checkpoint's memory; it stays in the initial user namespace, so
 that it can read the memory of any captured process.  Its *door* shares that memory but lives in
-the sandbox tree's user namespace (and, where version 1 control groups rule, in the tree's groups);
-whatever it clones is born inside.  Blank templates with their doors are made ahead of need,
-because joining a version 1 group takes milliseconds.
+the sandbox tree's user namespace; whatever it clones is born inside.  Blank templates with their doors are made ahead of need,
+because forking them is not for the critical path.
+
+On hosts where version 1 control groups rule, the tree's first template joins the tree's groups and
+all others are forked from it, so nobody joins one later: that waits for an RCU grace period, some
+10 ms in which no process of the host can be forked.  Templates' own memory is therefore charged to
+the tree's group, and its limit follows.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ _INTERPRETER = Path(__file__).with_name("_interpreter")
 _BLANKS = 2
 _SPARE = 4
 _GENERATIONS = 8
+_OWN_MEMORY = 4 << 20  # what a template and its door take besides the pages they hold
 
 
 class Engine:
@@ -124,7 +129,8 @@ class Tree:
         self._groups: deque[Path] = deque()
         self._networks: deque[int] = deque()
         self._group_count = 0
-        self._doors = 0
+        self._templates: set[Template] = set()
+        self._first: Template | None = None
         self._lock = threading.Lock()
         self._refill_lock = threading.Lock()
         self._closed = False
@@ -146,6 +152,12 @@ class Tree:
             undo.pop_all()
         self._first = self._blank()
 
+    @property
+    def _origin(self) -> Template:
+        """The tree's first template, which never holds anything."""
+        assert self._first is not None
+        return self._first
+
     # -- making ---------------------------------------------------------------------------------
 
     def boot(self, *, root_mount: int, hostname: str) -> Live:
@@ -157,7 +169,7 @@ class Tree:
         boot.settle(program, init, world)
         boot.serve_for_ever(program, init, boot.answer_ready(program, init))
         try:
-            return self._start(self._first, program.seal(), pid, root_mount, {})
+            return self._start(self._origin, program.seal(), pid, root_mount, {})
         except (ProgramFailed, PeerGone, OSError) as error:
             raise DeltaBoxError(f"the sandbox's first process could not start: {error}") from error
 
@@ -209,7 +221,7 @@ class Tree:
         with self._refill_lock:
             blanks += list(self._blanks)
             self._blanks.clear()
-        for template in [*blanks, self._first, *self._filled]:
+        for template in [*blanks, *self._filled, self._origin]:
             template.close()
         for fd in [self.userns, *self._networks]:
             os.close(fd)
@@ -310,9 +322,9 @@ class Tree:
     def _new_network(self) -> int:
         if self.network == "host":
             return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        slot = self._first.take_slot()
+        slot = self._origin.take_slot()
         try:
-            run = self._first.door.run(_NETWORK, slot)
+            run = self._origin.door.run(_NETWORK, slot)
             pid = run.variable(_NETWORK_PID)
             task = os.pidfd_open(pid)
             try:
@@ -320,7 +332,7 @@ class Tree:
             finally:
                 end_task(task)
         finally:
-            self._first.give_slot(slot)
+            self._origin.give_slot(slot)
 
     def _give_group(self, group: Path) -> None:
         with self._lock:
@@ -379,6 +391,7 @@ class Tree:
             with base.life:
                 if base.closed or base.stash is None:
                     raise PeerGone("the template has been closed")
+                made.resize(sum(base.stash.sizes().values()))
                 program, checks = memory.duplicate(base.stash, base.pid_outside)
                 checkpoint.check_reads(made.peer.run(program.seal(), 0), checks)
                 made.stash = base.stash
@@ -391,7 +404,9 @@ class Tree:
         """The host pid of a new template, forked from the seed or from another one."""
         if base is None:
             program = boot.template_program([])
-            return self.engine.seed.run(program.seal(), 0, fds).variable(program.result)
+            # The tree's first template has joined its groups; the others are born in them.
+            origin = self.engine.seed if self._first is None else self._first.peer
+            return origin.run(program.seal(), 0, fds).variable(program.result)
         # The door is kept still: a restore decides what of the memory is inherited.
         with base.life, base.door.lock:
             if base.closed or base.stash is None:
@@ -416,6 +431,9 @@ class Tree:
             peer = Peer(mine)
             template_fd = os.pidfd_open(template_pid)
             undo.callback(end_task, template_fd)
+            if self._first is None:
+                for group in self._legacy:
+                    (group / "cgroup.procs").write_text(str(template_pid))
             door_mine, door_theirs = pair()
             undo.callback(door_mine.close)
             program = boot.door_program()
@@ -426,15 +444,13 @@ class Tree:
             door_pid = run.variable(program.result)
             door_fd = os.pidfd_open(door_pid)
             undo.callback(end_task, door_fd)
-            with self._lock:
-                self._doors += 1
-            undo.callback(self._door_closed)
-            self._scale_legacy()
-            for group in self._legacy:
-                (group / "cgroup.procs").write_text(str(door_pid))
             undo.pop_all()
         made = Template(peer, Peer(door_mine), template_fd, door_fd, template_pid)
-        made.on_close = self._door_closed
+        with self._lock:
+            self._templates.add(made)
+        made.on_close = lambda: self._closed_template(made)
+        made.on_size = self._scale_legacy
+        self._scale_legacy()
         return made
 
     def _take_blank(self) -> Template:
@@ -485,21 +501,25 @@ class Tree:
         self._scale_legacy()
 
     def _scale_legacy(self) -> None:
-        """Version 1 limits are the tree's: every live sandbox's share, and our own doors."""
+        """Version 1 limits are the tree's: every live sandbox's share, and what is ours on top."""
+        if not self._legacy:
+            return
         with self._lock:
-            lives, doors = max(1, len(self._lives)), self._doors
+            lives = max(1, len(self._lives))
+            ours = list(self._templates)
+        memory = sum(t.memory_bytes + t.memory_bytes // 64 + _OWN_MEMORY for t in ours)
         for group in self._legacy:
             with contextlib.suppress(FileNotFoundError):
                 cgroup.set_limits(
                     group,
-                    memory=None if self.memory_limit is None else self.memory_limit * lives,
-                    pids=None if self.pids_limit is None else (self.pids_limit + 1) * lives + doors,
+                    memory=self.memory_limit and self.memory_limit * lives + memory,
+                    pids=self.pids_limit and (self.pids_limit + 1) * lives + 2 * len(ours) + 2,
                     version=1,
                 )
 
-    def _door_closed(self) -> None:
+    def _closed_template(self, template: Template) -> None:
         with self._lock:
-            self._doors -= 1
+            self._templates.discard(template)
         self._scale_legacy()
 
     def _made(self, group: Path) -> None:

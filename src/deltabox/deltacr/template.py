@@ -40,6 +40,7 @@ class Template:
         self.door = door
         self.pid_outside = pid
         self.memory_bytes = 0
+        self.on_size: Callable[[], None] = lambda: None
         self.stats = Stats()
         self.sealed: Sealed | None = None
         self.pid: Var | None = None
@@ -54,6 +55,11 @@ class Template:
         self.life = threading.RLock()  # held while it is closed, or another is forked from it
         self._slots = set(range(_FIRST_SLOT, SLOTS // 2))
         self._closed = False
+
+    def resize(self, size: int) -> None:
+        """Say how much memory it takes of its own, or is about to take at the most."""
+        self.memory_bytes = size
+        self.on_size()
 
     def take_slot(self) -> int:
         """A place in the template's address space for one restore's control memory."""

@@ -3,8 +3,8 @@
 Version 2 (Documentation/admin-guide/cgroup-v2.rst) carries the process list, `cgroup.kill` and
 CLONE_INTO_CGROUP.  Memory and pids limits are set in the same group when those controllers belong
 to version 2.  On hosts where version 1 owns them there is a group per *tree* in those hierarchies:
-joining a v1 group costs 5-11 ms (it waits for an RCU grace period), so it cannot be done for
-each rollback; the doors of the templates join it ahead of time and everything they clone inherits.
+joining a v1 group costs 5-11 ms (it waits for an RCU grace period, and no task of the host can be
+forked meanwhile), so it is done once for each tree and everything else is forked into it.
 """
 
 from __future__ import annotations
