@@ -35,7 +35,11 @@ class State:
         self.shell: Shell = self.sandbox.shell()
         self.shell.run("x=1; sleep 1000 & sleep 1001 | sleep 1002 &")
         self.python: Process = self.sandbox.spawn(
-            ["python3", "-c", "import sys\nn = 0\nfor l in sys.stdin:\n n += 1\n print(n, flush=True)"]
+            [
+                "python3",
+                "-c",
+                "import sys\nn = 0\nfor l in sys.stdin:\n n += 1\n print(n, flush=True)",
+            ]
         )
         self.python.stdin.write("\n")
         assert self.python.stdout.readline() == "1\n"
@@ -208,5 +212,3 @@ def test_nothing_grows(state: State) -> None:
         if all(after[key] <= before[key] + 4 for key in before):
             break
     assert all(after[key] <= before[key] + 4 for key in before), (before, after)
-
-

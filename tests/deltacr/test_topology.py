@@ -38,8 +38,17 @@ def _facts(sandbox: Sandbox, shell: Shell, probe: Probe) -> list[object]:
     inside = sandbox.files
     seen: list[object] = []
     for info in sandbox.processes():
-        seen.append((info.pid, info.ppid, info.pgid, info.sid, info.state.replace("R", "S"),
-                     info.cmdline, info.cwd))
+        seen.append(
+            (
+                info.pid,
+                info.ppid,
+                info.pgid,
+                info.sid,
+                info.state.replace("R", "S"),
+                info.cmdline,
+                info.cwd,
+            )
+        )
     script = r"""
 import os, re
 out = []
@@ -81,8 +90,10 @@ def test_fifty_rollbacks_among_three_checkpoints(
         assert [f for f in facts if f not in now] == [], f"missing at turn {turn}"
         if turn % 10 == 0:
             assert shell.run("wait $zombie; echo $?").stdout == "3\n"
-            assert shell.run("kill -CONT $stopped; kill $stopped; wait $stopped; echo $?").stdout \
+            assert (
+                shell.run("kill -CONT $stopped; kill $stopped; wait $stopped; echo $?").stdout
                 == "143\n"
+            )
     assert [c.name for c, _ in states] == ["state 0", "state 1", "state 2"]
 
 

@@ -111,6 +111,7 @@ class _Capturing:
         self.waits = waits
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
+        self._pristine: set[tuple[str, int]] = set()
         self._ghosts: dict[tuple[int, int] | None, int] = {}
         self._pipe_index: dict[int, int] = {}
         self._seen: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
@@ -146,12 +147,16 @@ class _Capturing:
             raise UnsupportedState(
                 "file systems were mounted or unmounted inside the sandbox; "
                 "undo that (umount) and try again",
-                pid=1, process="init", object="mount",
+                pid=1,
+                process="init",
+                object="mount",
             )
         if self.live.world.network != proc.network_state(self.live.init):
             raise UnsupportedState(
                 "network interfaces, addresses or routes were changed inside the sandbox",
-                pid=1, process="init", object="network",
+                pid=1,
+                process="init",
+                object="network",
             )
         self.survey = self.live.survey()
         for what, count in self.survey.ipc.items():
@@ -180,6 +185,12 @@ class _Capturing:
 
         mappings, vdso, gap = memory.mappings(host, refuse)
         self._check_files_mapped(host, mappings, refuse)
+        mappings = [
+            replace(m, of_base=True)
+            if m.pages and m.kind == "file" and (m.path, m.inode) in self._pristine
+            else m
+            for m in mappings
+        ]
         ignores_trap = bool(int(status["SigIgn"], 16) >> 4 & 1)
         memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -190,9 +201,7 @@ class _Capturing:
                 answers = {tid: self._ask_thread(tid, injection) for tid in tids}
             actions, itimers, posix, asked, limits = mine
             pending = tuple(ptrace.pending(host, shared=True))
-            partial = Process(
-                pid, host, 0, 0, 0, 0, b"", sigactions=actions, pending=pending
-            )
+            partial = Process(pid, host, 0, 0, 0, 0, b"", sigactions=actions, pending=pending)
             threads = tuple(
                 self._thread(host, tid, answers[tid], partial, memory_fd, refuse) for tid in tids
             )
@@ -208,8 +217,15 @@ class _Capturing:
             itimers = waiting.itimers
         by_host = {t.host_tid: t.tid for t in threads}
         posix = [
-            PosixTimer(t.identifier, t.clock, t.signal, t.notify, t.value,
-                       by_host.get(t.tid, 0) if t.notify & 4 else 0, t.setting)
+            PosixTimer(
+                t.identifier,
+                t.clock,
+                t.signal,
+                t.notify,
+                t.value,
+                by_host.get(t.tid, 0) if t.notify & 4 else 0,
+                t.setting,
+            )
             for t in posix
         ]
         if waiting is not None:
@@ -229,9 +245,19 @@ class _Capturing:
             threads=threads,
             mappings=tuple(mappings),
             layout=MemoryLayout(
-                stat.start_code, stat.end_code, stat.start_data, stat.end_data, stat.start_brk,
-                asked["brk"], stat.start_stack, stat.arg_start, stat.arg_end, stat.env_start,
-                stat.env_end, proc.read(f"/proc/{host}/auxv"), self._executable(host, refuse),
+                stat.start_code,
+                stat.end_code,
+                stat.start_data,
+                stat.end_data,
+                stat.start_brk,
+                asked["brk"],
+                stat.start_stack,
+                stat.arg_start,
+                stat.arg_end,
+                stat.env_start,
+                stat.env_end,
+                proc.read(f"/proc/{host}/auxv"),
+                self._executable(host, refuse),
             ),
             descriptors=self._descriptors(host, refuse),
             cwd=self._directory(host, "cwd", refuse),
@@ -319,7 +345,12 @@ class _Capturing:
         buffer = injection.read(0, 4096)
         settled = [
             PosixTimer(
-                t.identifier, t.clock, t.signal, t.notify, t.value, t.tid,
+                t.identifier,
+                t.clock,
+                t.signal,
+                t.notify,
+                t.value,
+                t.tid,
                 buffer[timer_at + i * 32 : timer_at + i * 32 + 32],
             )
             for i, t in enumerate(posix)
@@ -376,12 +407,16 @@ class _Capturing:
         pending = tuple(ptrace.pending(tid, shared=False))
         try:
             fixed, extra = self.waits.restored(
-                tid, registers, memory_fd, self.frozen.began,
+                tid,
+                registers,
+                memory_fd,
+                self.frozen.began,
                 signals.first_handler(process, mask, pending),
             )
         except UnknownCall:
-            raise refuse("is in a call that was restarted before it could be identified",
-                         "system call") from None
+            raise refuse(
+                "is in a call that was restarted before it could be identified", "system call"
+            ) from None
         rseq = ptrace.get_rseq(tid)
         if rseq.address:
             abort = _rseq_abort(memory_fd, rseq.address, fixed.rip)
@@ -464,14 +499,19 @@ class _Capturing:
             try:
                 fd = openat2(self.live.root, mapping.path, os.O_PATH)
             except OSError as error:
-                raise refuse(f"maps {mapping.path}, which can no longer be opened: "
-                             f"{error.strerror}", "mapping") from None
+                raise refuse(
+                    f"maps {mapping.path}, which can no longer be opened: {error.strerror}",
+                    "mapping",
+                ) from None
             info = os.fstat(fd)
             os.close(fd)
             if info.st_ino != inode:
-                raise refuse(f"maps an earlier {mapping.path}, which has been replaced since",
-                             "mapping")
+                raise refuse(
+                    f"maps an earlier {mapping.path}, which has been replaced since", "mapping"
+                )
             # only a file of the base that has changed since can have two versions
+            if info.st_ctime < self.born - 1:
+                self._pristine.add((mapping.path, inode))
             self._named[key] = info.st_ctime < self.born or not self._in_base(mapping.path)
             if not self._named[key]:
                 self._check_version(host, mapping, refuse)
@@ -518,15 +558,13 @@ class _Capturing:
                 self.descriptions.append(
                     self._describe(host, number, path, target, flags, position, refuse)
                 )
-                self._seen.setdefault(
-                    (inode, flags & ~0o2000000, position, 0), []
-                ).append((host, number, index))
+                self._seen.setdefault((inode, flags & ~0o2000000, position, 0), []).append(
+                    (host, number, index)
+                )
             out.append(Descriptor(number, index, cloexec))
         return tuple(out)
 
-    def _known(
-        self, host: int, number: int, inode: int, flags: int, position: int
-    ) -> int | None:
+    def _known(self, host: int, number: int, inode: int, flags: int, position: int) -> int | None:
         """The description this descriptor shares with one seen before (kcmp(2))."""
         for other_host, other, index in self._seen.get((inode, flags, position, 0), ()):
             if not pidfd.kcmp(host, other_host, pidfd.KCMP_FILE, number, other):
@@ -545,8 +583,10 @@ class _Capturing:
     ) -> Description:
         def what(kind: str) -> UnsupportedState:
             error = refuse("", kind)
-            error.message = f"fd {number} of pid {error.attributes['pid']} " \
-                            f"({error.attributes['process']}) is {kind}"
+            error.message = (
+                f"fd {number} of pid {error.attributes['pid']} "
+                f"({error.attributes['process']}) is {kind}"
+            )
             error.attributes["fd"] = number
             return error
 
@@ -583,8 +623,12 @@ class _Capturing:
 
         try:
             found = files.capture(
-                root=self.live.root, fd_path=path, target=target, flags=flags,
-                position=position, owner=self.owner,
+                root=self.live.root,
+                fd_path=path,
+                target=target,
+                flags=flags,
+                position=position,
+                owner=self.owner,
             )
         except files.Refused as refused:
             raise what(str(refused)) from None
@@ -618,7 +662,9 @@ class _Capturing:
                     if stat.state != "Z":
                         raise UnsupportedState(
                             f"a child of pid {inside[host]}, {stat.comm}, is in another group",
-                            pid=inside[host], process=stat.comm, object="process",
+                            pid=inside[host],
+                            process=stat.comm,
+                            object="process",
                         )
                     found.append(
                         Process(
@@ -659,4 +705,3 @@ def _rseq_abort(memory: int, area: int, rip: int) -> int:
         return 0
     _, _, start, length, abort = struct.unpack("<IIQQQ", os.pread(memory, 32, section))
     return abort if start <= rip < start + length else 0
-

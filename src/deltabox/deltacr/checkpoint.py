@@ -40,6 +40,7 @@ def take(
     owner: int,
     network: str,
     base: int,
+    reference: int,
     born: float,
     externals: Mapping[int, str],
     at_instant: Callable[[], T],
@@ -66,7 +67,7 @@ def take(
                 )
                 stash = memory.plan(seen, blank.stash)
                 blank.resize(sum(stash.sizes().values()))
-                changed = _feed(blank, seen, stash)
+                changed = _feed(blank, seen, stash, reference)
                 result = at_instant()
             pause = time.monotonic() - frozen.began
         except DeltaBoxError:
@@ -92,9 +93,9 @@ def take(
     return blank, result
 
 
-def _feed(blank: Template, seen: Capture, stash: memory.Stash) -> int:
+def _feed(blank: Template, seen: Capture, stash: memory.Stash, reference: int) -> int:
     """Read the tree's pages into the template; bytes that were written there."""
-    feeding = memory.feed(seen, stash, blank.stash)
+    feeding = memory.feed(seen, stash, blank.stash, reference)
     try:
         run = blank.peer.run(feeding.program.seal(), 0, feeding.fds)
     finally:
@@ -129,7 +130,9 @@ def _put_back(pid: int, tids: list[int], frozen: Frozen, waits: Waits) -> None:
     memory_fd = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
     try:
         for tid in tids:
-            fixed = waits.live(tid, ptrace.get_registers(tid), memory_fd, frozen.began)
+            fixed = waits.live(
+                tid, ptrace.get_registers(tid), memory_fd, frozen.began, frozen.stopped
+            )
             if fixed is not None:
                 ptrace.set_registers(tid, fixed)
     finally:
@@ -139,5 +142,3 @@ def _put_back(pid: int, tids: list[int], frozen: Frozen, waits: Waits) -> None:
 def _limit(which: int) -> tuple[int, int]:
     soft, hard = resource.getrlimit(which)
     return soft & ((1 << 64) - 1), hard & ((1 << 64) - 1)
-
-

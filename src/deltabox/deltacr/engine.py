@@ -118,6 +118,7 @@ class Tree:
         self.name = name
         self.owner = first_uid
         self.network = network
+        self.reference = -1  # a root over the base alone, which nobody writes to
         self.base = -1  # a descriptor of the base's root, once the keeper has mounted it
         self.born = time.time()
         self.memory_limit = memory_limit
@@ -173,9 +174,7 @@ class Tree:
         except (ProgramFailed, PeerGone, OSError) as error:
             raise DeltaBoxError(f"the sandbox's first process could not start: {error}") from error
 
-    def restore(
-        self, template: Template, *, root_mount: int, externals: Mapping[str, int]
-    ) -> Live:
+    def restore(self, template: Template, *, root_mount: int, externals: Mapping[str, int]) -> Live:
         """The checkpoint's tree, built and waiting at its barrier; `Live.release` lets it run."""
         if template.sealed is None or template.pid is None:
             raise RollbackError("the checkpoint holds no process state")
@@ -200,6 +199,7 @@ class Tree:
                 owner=self.owner,
                 network=self.network,
                 base=self.base,
+                reference=self.reference,
                 born=self.born,
                 externals=externals,
                 at_instant=at_instant,
@@ -371,7 +371,8 @@ class Tree:
         if made is not None:
             return made
         base = live.base
-        if base is not None and not base.closed and base.depth < _GENERATIONS:
+        # one generation too many is better than a full copy while the tree is frozen
+        if base is not None and not base.closed and base.depth < 2 * _GENERATIONS:
             try:
                 return self._fork_of(base)
             except (OSError, ProgramFailed, PeerGone) as error:
@@ -392,8 +393,15 @@ class Tree:
                 if base.closed or base.stash is None:
                     raise PeerGone("the template has been closed")
                 made.resize(sum(base.stash.sizes().values()))
-                program, checks = memory.duplicate(base.stash, base.pid_outside)
-                checkpoint.check_reads(made.peer.run(program.seal(), 0), checks)
+                program, fds, checks = memory.duplicate(
+                    base.stash, base.pid_outside, self.reference
+                )
+                try:
+                    run = made.peer.run(program.seal(), 0, fds)
+                finally:
+                    for fd in fds.values():
+                        os.close(fd)
+                checkpoint.check_reads(run, checks)
                 made.stash = base.stash
         except BaseException:
             made.close()

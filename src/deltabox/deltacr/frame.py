@@ -41,12 +41,39 @@ def _frame(thread: Thread, fpstate: int) -> bytes:
     mask = (1 << 64) - 1
     context = struct.pack(
         "<18Q4H4Q2Q",
-        *(v & mask for v in (r.r8, r.r9, r.r10, r.r11, r.r12, r.r13, r.r14, r.r15, r.rdi, r.rsi,
-                             r.rbp, r.rbx, r.rdx, r.rax, r.rcx, r.rsp, r.rip,
-                             r.eflags & ~_TRAP_FLAG)),
-        r.cs & 0xFFFF, 0, 0, r.ss & 0xFFFF,
-        0, 0, 0, 0,
-        fpstate, 0,
+        *(
+            v & mask
+            for v in (
+                r.r8,
+                r.r9,
+                r.r10,
+                r.r11,
+                r.r12,
+                r.r13,
+                r.r14,
+                r.r15,
+                r.rdi,
+                r.rsi,
+                r.rbp,
+                r.rbx,
+                r.rdx,
+                r.rax,
+                r.rcx,
+                r.rsp,
+                r.rip,
+                r.eflags & ~_TRAP_FLAG,
+            )
+        ),
+        r.cs & 0xFFFF,
+        0,
+        0,
+        r.ss & 0xFFFF,
+        0,
+        0,
+        0,
+        0,
+        fpstate,
+        0,
     ).ljust(256, b"\0")
     return (
         struct.pack("<QQQ", 0, _UC_FLAGS, 0)

@@ -41,6 +41,7 @@ class Frozen:
     threads: dict[int, list[int]] = field(default_factory=dict)
     stops: dict[int, int] = field(default_factory=dict)  # tid -> signal of its group stop, or 0
     began: float = 0.0
+    stopped: float = 0.0  # when the last of them had stopped
 
     def tids(self) -> list[int]:
         return [tid for tids in self.threads.values() for tid in tids]
@@ -58,6 +59,7 @@ def freeze(live: Live) -> Iterator[Frozen]:
         frozen = Frozen(began=time.monotonic())
         try:
             _stop_all(live, frozen)
+            frozen.stopped = time.monotonic()
             break
         except _Unstoppable as error:
             _thaw(frozen)

@@ -139,8 +139,10 @@ class Injection:
 
     def _one(self, tid: int, number: int, *arguments: int) -> int:
         """One call through the vdso, stopped at its entry and exit: no signal is involved."""
-        registers = self._saved[self._leader][0].copy() if tid == self._leader else (
-            ptrace.get_registers(tid)
+        registers = (
+            self._saved[self._leader][0].copy()
+            if tid == self._leader
+            else (ptrace.get_registers(tid))
         )
         ptrace.set_sigmask(tid, _ALL)
         values = (*arguments, 0, 0, 0, 0, 0, 0)
@@ -159,9 +161,7 @@ class Injection:
         insist(read)
         return result - (1 << 64) if result >> 63 else result
 
-    def _go(
-        self, tid: int, resume: Callable[[int], None], wanted: Callable[[int], bool]
-    ) -> None:
+    def _go(self, tid: int, resume: Callable[[int], None], wanted: Callable[[int], bool]) -> None:
         """Let the thread run to the wanted stop."""
         while True:
             insist(lambda: resume(tid))  # half-way through a call there is no other way out

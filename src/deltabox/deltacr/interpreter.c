@@ -111,12 +111,17 @@ static void fail(struct header *h, u64 where, s32 error)
                 wake(&h->barrier[i]);
 }
 
-/* All `count` parties arrive before any goes on; -1 if one of them failed instead. */
-static int barrier(struct header *h, u32 *word, u32 count)
+/*
+ * All `count` parties arrive before any of those that wait goes on; -1 if one failed instead.
+ * A party with `pass` set only says that it has come this far.
+ */
+static int barrier(struct header *h, u32 *word, u32 count, s64 pass)
 {
         u32 seen = __sync_add_and_fetch(word, 1);
         if (seen >= count)
                 wake(word);
+        if (pass)
+                return *(volatile u32 *)&h->failed ? -1 : 0;
         while (seen < count) {
                 /* looked at again now and then: the keeper sets `failed` when a party was killed */
                 s64 moment[2] = { 0, 50000000 };
@@ -332,7 +337,7 @@ static s64 run(struct header *h, u64 entry)
                 else if (r->op == OP_CLONE)
                         result = clone_onto((void *)a[0], 88, h, a[1]);
                 else if (r->op == OP_BARRIER) {
-                        if (barrier(h, &h->barrier[a[0]], a[1]))
+                        if (barrier(h, &h->barrier[a[0]], a[1], a[2]))
                                 return -1;
                 } else if (r->op == OP_COPY)
                         copy((u8 *)a[0], (const u8 *)a[1], a[2]);

@@ -91,10 +91,12 @@ class Waits:
         for tid in self._waits.keys() - tids:
             del self._waits[tid]
 
-    def live(self, tid: int, registers: Registers, memory: int, began: float) -> Registers | None:
+    def live(
+        self, tid: int, registers: Registers, memory: int, began: float, stopped: float
+    ) -> Registers | None:
         """Registers to give a live thread before it goes on; None to leave it alone.
 
-        `memory` is /proc/PID/mem; `began` the monotonic time of the freeze.
+        `memory` is /proc/PID/mem; the freeze began and everybody had stopped at these times.
         """
         now = time.monotonic()
         number, result = _signed(registers.orig_rax), _signed(registers.rax)
@@ -103,7 +105,8 @@ class Waits:
             self._meet(tid, number, registers, memory, began)
             return None
         if result == -ERESTARTNOHAND and number in _UPDATED_CALLS:
-            _charge(number, registers, memory, now - began)
+            # from when it had stopped for certain: rather a little late than early
+            _charge(number, registers, memory, now - stopped)
             return None
         if number not in _EINTR_CALLS or result != -EINTR or deliverable(tid):
             return None
@@ -155,9 +158,7 @@ class Waits:
 
     # -- deadlines ------------------------------------------------------------------------------
 
-    def _meet(
-        self, tid: int, number: int, registers: Registers, memory: int, now: float
-    ) -> _Wait:
+    def _meet(self, tid: int, number: int, registers: Registers, memory: int, now: float) -> _Wait:
         """The record of a call that the kernel itself restarts."""
         known = self._waits.get(tid)
         signature = _signature(registers)

@@ -3,16 +3,17 @@
 Where a page goes.  The template holds every private page of the tree in its *stash*, a range of
 addresses far from anything a program uses.  A private mapping is stashed whole, at its final
 address modulo 1 GiB, so that the mremap(2) which puts it in place in the clone moves page tables
-instead of entries.  Pages that a process has written in a private *file* mapping are copied over a
-fresh mapping of the file: the file is opened by name in the rebuilt root, so neither later edits by
-the live tree nor the old overlay can show through.
+instead of entries.  So is a written private mapping of a *file of the base*: that never changes, and
+the template maps it through a root of its own which shows the base alone.  Pages written in a
+mapping of any other file are copied over a fresh mapping of it, opened by name in the rebuilt root:
+neither later edits by the live tree nor the old overlay can show through.
 
 What a checkpoint costs.  A template is a fork of the one before it, so it shares all its pages.
 Every page of the tree is read and compared, and only those that differ are written: memory grows
 with the change.  (That the reading, too, follows the change is a later issue.)
 
-Rejected: keeping file mappings in the template (they would pin the old overlay and read through to
-the live tree's edits), and final addresses in the template (two Debian pythons collide already).
+Rejected: keeping all file mappings in the template (those of changed files would pin the old overlay
+and read through to the live tree's edits), and final addresses in the template (two Debian pythons collide already).
 
 Facts of smaps that have no place in a rebuilt mapping are refused by name.
 """
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
 from ..linux import pagemap
+from ..linux.openat2 import openat2
 from ..linux.proc import read
 from .model import PAGE, Capture, Mapping, Process
 from .records import (
@@ -41,6 +43,7 @@ from .records import (
     SLOT,
     SLOTS,
     STASH,
+    Argument,
     Program,
     Sequence,
     Var,
@@ -139,8 +142,17 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
     if shared and prot & 2:
         raise refuse(f"has a writable shared mapping of {path}", "mapping")
     return Mapping(
-        start, end, prot, shared, int(offset, 16), "file", path, "mw" in flags, flags,
-        os.makedev(int(major, 16), int(minor, 16)), int(inode),
+        start,
+        end,
+        prot,
+        shared,
+        int(offset, 16),
+        "file",
+        path,
+        "mw" in flags,
+        flags,
+        os.makedev(int(major, 16), int(minor, 16)),
+        int(inode),
     )
 
 
@@ -195,6 +207,11 @@ class Held:
     flags: int
     shift: int
     pages: tuple[tuple[int, int], ...]  # addresses in the process
+    file: tuple[str, int] | None = None  # a private mapping of this file of the base, from offset
+
+    def same_place(self, other: Held) -> bool:
+        """What is there can stay, but for its size and pages."""
+        return (self.shift, self.flags, self.file) == (other.shift, other.flags, other.file)
 
 
 @dataclass
@@ -220,6 +237,11 @@ class Stash:
             )
         windows.append(Window(low, high, shift))
         return shift
+
+    def has_file(self, pid: int, mapping: Mapping) -> bool:
+        """True when a clone inherits this file mapping from the template."""
+        held = self.held.get((pid, mapping.start))
+        return held is not None and held.file is not None
 
     def extents(self) -> dict[int, list[tuple[int, int]]]:
         """The stash's address ranges of each process, one for each window that is used."""
@@ -268,7 +290,12 @@ def plan(capture: Capture, base: Stash | None) -> Stash:
                 shift = stash.shift_for(process.pid, mapping, avoid)
             previous = mapping
             stash.held[key] = Held(
-                mapping.start + shift, mapping.size, _map_flags(mapping), shift, mapping.pages
+                mapping.start + shift,
+                mapping.size,
+                _map_flags(mapping),
+                shift,
+                mapping.pages,
+                (mapping.path, mapping.offset) if mapping.of_base else None,
             )
     return stash
 
@@ -284,20 +311,25 @@ class Feeding:
     checks: list[tuple[Var, int]] = field(default_factory=list)
 
 
-def feed(capture: Capture, stash: Stash, base: Stash | None) -> Feeding:
+def feed(capture: Capture, stash: Stash, base: Stash | None, reference: int) -> Feeding:
     """Make a template that holds `base` hold `stash`, reading from the stopped processes.
 
     Pages of mappings that it holds already are compared and copied only when they differ.
     process_vm_readv(2) respects PROT_NONE, so such pages come through /proc/PID/mem instead.
+    `reference` is a root that shows the base as it is, for mappings of its files.
     """
-    hidden = {
-        p.pid: p for p in capture.processes for m in p.mappings if m.pages and not m.prot & 1
-    }
-    program = Program(*(f"mem{pid}" for pid in hidden))
+    names = dict.fromkeys(
+        held.file[0]
+        for key, held in stash.held.items()
+        if held.file and not (base and key in base.held and base.held[key].same_place(held))
+    )
+    hidden = {p.pid: p for p in capture.processes for m in p.mappings if m.pages and not m.prot & 1}
+    program = Program(*(f"mem{pid}" for pid in hidden), *names)
     fds = {
         f"mem{pid}": os.open(f"/proc/{p.host_pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
         for pid, p in hidden.items()
     }
+    fds |= {path: openat2(reference, path, os.O_RDONLY) for path in names}
     feeding = Feeding(program, fds, program.variable())
     do = program.root
     old = base.held if base else {}
@@ -306,7 +338,7 @@ def feed(capture: Capture, stash: Stash, base: Stash | None) -> Feeding:
         do.call(nr.MUNMAP, CONTROL + SLOT, (SLOTS - 1) * SLOT)
     for key, was in old.items():
         now = stash.held.get(key)
-        kept = now is not None and now.shift == was.shift and now.flags == was.flags
+        kept = now is not None and now.same_place(was)
         keep = min(was.size, now.size) if kept and now is not None else 0
         if keep < was.size:
             do.call(nr.MUNMAP, was.address + keep, was.size - keep, what="unmap stash")
@@ -324,11 +356,10 @@ def feed(capture: Capture, stash: Stash, base: Stash | None) -> Feeding:
                 continue
             was_held = old.get((process.pid, mapping.start))
             known = 0
-            if was_held and was_held.shift == now.shift and was_held.flags == now.flags:
+            if was_held and was_held.same_place(now):
                 known = min(was_held.size, now.size)
             if known < now.size:
-                do.call(nr.MMAP, now.address + known, now.size - known, 3, 0x100022 | now.flags,
-                        -1, 0, what="reserve stash")
+                _reserve(program, now, known)
             border = mapping.start + known
             for low, high in mapping.pages:
                 if low < border:
@@ -337,14 +368,37 @@ def feed(capture: Capture, stash: Stash, base: Stash | None) -> Feeding:
                     is_file = not mapping.prot & 1
                     do.merge(
                         source if is_file and source is not None else process.host_pid,
-                        low, low + now.shift, size, scratch=scratch, is_file=is_file,
-                        copied=feeding.copied, what=f"read the memory of pid {process.pid}",
+                        low,
+                        low + now.shift,
+                        size,
+                        scratch=scratch,
+                        is_file=is_file,
+                        copied=feeding.copied,
+                        what=f"read the memory of pid {process.pid}",
                     )
                 if high > border:
                     first = max(low, border)
                     reader.add(process, mapping, first, first + now.shift, high - first)
     reader.flush()
     return feeding
+
+
+def _reserve(program: Program, held: Held, known: int) -> None:
+    """Map a place in the stash, but for its first `known` bytes that are there already."""
+    fd: Argument = -1
+    flags, offset = 0x100022, 0  # MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+    if held.file is not None:
+        fd, flags, offset = program.inputs[held.file[0]], 0x100002, held.file[1] + known
+    program.root.call(
+        nr.MMAP,
+        held.address + known,
+        held.size - known,
+        3,
+        flags | held.flags,
+        fd,
+        offset,
+        what="reserve stash",
+    )
 
 
 class _Reader:
@@ -361,8 +415,13 @@ class _Reader:
         if not mapping.prot & 1:
             result = feeding.program.variable()
             feeding.program.root.call(  # pread64
-                17, feeding.program.inputs[f"mem{process.pid}"], to, size, origin,
-                save=result, what=f"read protected memory of pid {process.pid}",
+                17,
+                feeding.program.inputs[f"mem{process.pid}"],
+                to,
+                size,
+                origin,
+                save=result,
+                what=f"read protected memory of pid {process.pid}",
             )
             feeding.checks.append((result, size))
             return
@@ -389,27 +448,37 @@ def _read_ranges(
     local = program.data(b"".join(struct.pack("<QQ", a, n) for _, a, n in ranges))
     result = program.variable()
     program.root.call(
-        nr.PROCESS_VM_READV, pid, local, len(ranges), remote, len(ranges), 0,
-        save=result, what=f"read the memory of host process {pid}",
+        nr.PROCESS_VM_READV,
+        pid,
+        local,
+        len(ranges),
+        remote,
+        len(ranges),
+        0,
+        save=result,
+        what=f"read the memory of host process {pid}",
     )
     checks.append((result, sum(n for _, _, n in ranges)))
 
 
-def duplicate(stash: Stash, template: int) -> tuple[Program, list[tuple[Var, int]]]:
+def duplicate(
+    stash: Stash, template: int, reference: int
+) -> tuple[Program, dict[str, int], list[tuple[Var, int]]]:
     """Fill a blank template with all that another one (a host pid) holds, page by page.
 
     The copy begins a new line: forks of forks of templates get slower with every generation.
     """
-    program = Program()
+    names = dict.fromkeys(held.file[0] for held in stash.held.values() if held.file)
+    program = Program(*names)
+    fds = {path: openat2(reference, path, os.O_RDONLY) for path in names}
     checks: list[tuple[Var, int]] = []
     ranges: list[tuple[int, int, int]] = []
     for held in stash.held.values():
-        program.root.call(nr.MMAP, held.address, held.size, 3, 0x100022 | held.flags, -1, 0,
-                          what="reserve stash")
+        _reserve(program, held, 0)
         ranges += [(low + held.shift, low + held.shift, high - low) for low, high in held.pages]
     for first in range(0, len(ranges), _IOV_MAX):
         _read_ranges(program, template, ranges[first : first + _IOV_MAX], checks)
-    return program, checks
+    return program, fds, checks
 
 
 def _without(
@@ -444,7 +513,11 @@ def _map_flags(mapping: Mapping) -> int:
 
 
 def restore(
-    program: Program, do: Sequence, process: Process, stash: Stash, opened: dict[tuple[str, int], int]
+    program: Program,
+    do: Sequence,
+    process: Process,
+    stash: Stash,
+    opened: dict[tuple[str, int], int],
 ) -> None:
     """Build the address space of one clone; `opened` gives the descriptor of each mapped file."""
     fixed = mmap.MAP_PRIVATE | 0x100000  # MAP_FIXED_NOREPLACE
@@ -453,24 +526,31 @@ def restore(
             continue
         start, size, prot = mapping.start, mapping.size, mapping.prot
         name = f"{start:#x}-{mapping.end:#x}"
-        if mapping.kind == "anonymous":
-            held = stash.held.get((process.pid, start))
-            if held is None:
-                flags = fixed | mmap.MAP_ANONYMOUS | _map_flags(mapping)
-                do.call(nr.MMAP, start, size, prot, flags, -1, 0, what=f"map {name}")
-            else:
-                do.call(nr.MREMAP, held.address, size, size, 3, start, what=f"place {name}")
-                if prot != 3:
-                    do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
+        held = stash.held.get((process.pid, start))
+        if held is not None and (mapping.kind == "anonymous" or held.file):
+            do.call(nr.MREMAP, held.address, size, size, 3, start, what=f"place {name}")
+            if prot != 3:
+                do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
+        elif mapping.kind == "anonymous":
+            flags = fixed | mmap.MAP_ANONYMOUS | _map_flags(mapping)
+            do.call(nr.MMAP, start, size, prot, flags, -1, 0, what=f"map {name}")
         else:
             fd = opened[mapping.path, open_mode(mapping)]
             first = prot | 3 if mapping.pages else prot
             kind = mmap.MAP_SHARED | 0x100000 if mapping.shared else fixed
-            do.call(nr.MMAP, start, size, first, kind | _map_flags(mapping), fd, mapping.offset,
-                    what=f"map {mapping.path}")
+            do.call(
+                nr.MMAP,
+                start,
+                size,
+                first,
+                kind | _map_flags(mapping),
+                fd,
+                mapping.offset,
+                what=f"map {mapping.path}",
+            )
             for low, high in mapping.pages:
-                shift = stash.held[process.pid, start].shift
-                do.copy(low, low + shift, high - low)
+                assert held is not None
+                do.copy(low, low + held.shift, high - low)
             if first != prot:
                 do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
         if mapping.kind == "anonymous" and mapping.path:
@@ -511,8 +591,20 @@ def layout(program: Program, do: Sequence, process: Process, exe: int) -> None:
     block = program.data(
         struct.pack(
             "<12QIi",
-            a.start_code, a.end_code, a.start_data, a.end_data, a.start_brk, a.brk, a.start_stack,
-            a.arg_start, a.arg_end, a.env_start, a.env_end, 0, len(a.auxv), exe,
+            a.start_code,
+            a.end_code,
+            a.start_data,
+            a.end_data,
+            a.start_brk,
+            a.brk,
+            a.start_stack,
+            a.arg_start,
+            a.arg_end,
+            a.env_start,
+            a.env_end,
+            0,
+            len(a.auxv),
+            exe,
         )
     )
     program.pointer(block + 88, auxv)

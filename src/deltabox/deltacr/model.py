@@ -68,6 +68,7 @@ class Mapping:
     flags: frozenset[str]  # VmFlags of smaps
     device: int = 0
     inode: int = 0
+    of_base: bool = False  # a private mapping of a file that is the base's, unchanged
     pages: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -77,9 +77,7 @@ class _Compiler:
         self.base = max(highest + 1, 64 + len(self.program.inputs))
         self.files: dict[tuple[str, int], int] = {}
         self.next_local = _LOCAL
-        self.running = sum(
-            len(p.threads) for p in capture.processes if p.threads and not p.stopped
-        )
+        self.running = sum(len(p.threads) for p in capture.processes if p.threads and not p.stopped)
         self.zero_time = self.program.data(bytes(16))
         self.child_signal = self.program.data(struct.pack("<Q", 1 << (boot.SIGCHLD - 1)))
 
@@ -148,7 +146,11 @@ class _Compiler:
                 pipes.restore_fifo(self.program, init, pipe, ends)
         number = self.base + len(self.capture.descriptions)
         for process in self.capture.processes:
-            wanted = [(m.path, memory.open_mode(m)) for m in process.mappings if m.kind == "file"]
+            wanted = [
+                (m.path, memory.open_mode(m))
+                for m in process.mappings
+                if m.kind == "file" and not self.stash.has_file(process.pid, m)
+            ]
             if process.layout is not None:
                 wanted.append((process.layout.exe, 0))
             for path, mode in wanted:
@@ -156,8 +158,9 @@ class _Compiler:
                     continue
                 opened = self.program.variable()
                 name = self.program.text(path.encode(errors="surrogateescape"))
-                init.call(nr.OPENAT, -100, name, mode | _O_CLOEXEC, save=opened,
-                          what=f"open {path}")
+                init.call(
+                    nr.OPENAT, -100, name, mode | _O_CLOEXEC, save=opened, what=f"open {path}"
+                )
                 init.call(nr.DUP3, opened, number, _O_CLOEXEC)
                 init.call(nr.CLOSE, opened)
                 self.files[path, mode] = number
@@ -165,14 +168,21 @@ class _Compiler:
         if number >= self.limits[7][1]:
             raise UnsupportedState(
                 f"restoring the tree needs {number} descriptors, more than RLIMIT_NOFILE",
-                object="descriptors", errno=errno.EMFILE,
+                object="descriptors",
+                errno=errno.EMFILE,
             )
 
     def _set_last_pid(self, init: Sequence) -> None:
         opened = self.program.variable()
         value = str(self.capture.last_pid).encode()
-        init.call(nr.OPENAT, -100, self.program.text("/proc/sys/kernel/ns_last_pid"), 1,
-                  save=opened, what="open ns_last_pid")
+        init.call(
+            nr.OPENAT,
+            -100,
+            self.program.text("/proc/sys/kernel/ns_last_pid"),
+            1,
+            save=opened,
+            what="open ns_last_pid",
+        )
         init.call(nr.WRITE, opened, self.program.data(value), len(value), what="set ns_last_pid")
         init.call(nr.CLOSE, opened)
 
@@ -238,10 +248,11 @@ class _Compiler:
         leads_group = process is None or process.pgid == task.pid
         if leads_group and not task.leads_session:
             do.call(nr.SETPGID, 0, 0, what="setpgid")
-        do.barrier(_GROUPS_EXIST, everybody)
+        # only who joins a group needs its leader, and only who is to end needs the others
+        do.barrier(_GROUPS_EXIST, everybody, wait=not leads_group)
         if process is not None and not leads_group:
             do.call(nr.SETPGID, 0, process.pgid, what=f"setpgid({process.pgid})")
-        do.barrier(_JOINED, everybody)
+        do.barrier(_JOINED, everybody, wait=task.dies or bool(task.stand_ins))
         for stand_in in task.stand_ins:
             do.call(nr.WAIT4, stand_in.pid, 0, _WALL, 0, what="reap a stand-in")
         if process is None:
@@ -282,8 +293,12 @@ class _Compiler:
         for thread in process.threads[1:]:
             body = program.sequence(f"pid {process.pid} thread {thread.tid}")
             arguments = program.clone_args(
-                flags=ns.CLONE_VM | ns.CLONE_FS | ns.CLONE_FILES | ns.CLONE_SIGHAND
-                | ns.CLONE_THREAD | ns.CLONE_SYSVSEM,
+                flags=ns.CLONE_VM
+                | ns.CLONE_FS
+                | ns.CLONE_FILES
+                | ns.CLONE_SIGHAND
+                | ns.CLONE_THREAD
+                | ns.CLONE_SYSVSEM,
                 pid=thread.tid,
                 stack=program.stack(),
             )
@@ -316,8 +331,11 @@ class _Compiler:
         text = self.program.text
         do.call(nr.UMASK, process.umask)
         if process.cwd != "/":
-            do.call(nr.CHDIR, text(process.cwd.encode(errors="surrogateescape")),
-                    what=f"chdir {process.cwd}")
+            do.call(
+                nr.CHDIR,
+                text(process.cwd.encode(errors="surrogateescape")),
+                what=f"chdir {process.cwd}",
+            )
         if process.root != "/":
             do.call(nr.CHROOT, text(process.root.encode(errors="surrogateescape")), what="chroot")
 
@@ -342,8 +360,15 @@ class _Compiler:
             if child.ppid != process.pid:
                 continue
             if child.zombie is not None:
-                do.call(nr.WAITID, _P_PID, child.pid, 0, _WEXITED | _WNOWAIT, 0,
-                        what="wait for a zombie")
+                do.call(
+                    nr.WAITID,
+                    _P_PID,
+                    child.pid,
+                    0,
+                    _WEXITED | _WNOWAIT,
+                    0,
+                    what="wait for a zombie",
+                )
                 awaited = True
             elif child.stopped:
                 flags = _WSTOPPED | (0 if child.stop_reported else _WNOWAIT)
@@ -356,8 +381,14 @@ class _Compiler:
         program = self.program
         for which, limit in enumerate(process.rlimits):
             if limit != tuple(self.limits[which]):
-                do.call(nr.PRLIMIT64, 0, which, program.data(struct.pack("<QQ", *limit)), 0,
-                        what=f"limit {which}")
+                do.call(
+                    nr.PRLIMIT64,
+                    0,
+                    which,
+                    program.data(struct.pack("<QQ", *limit)),
+                    0,
+                    what=f"limit {which}",
+                )
         if process.subreaper:
             do.call(nr.PRCTL, _PR_SET_CHILD_SUBREAPER, 1)
         if process.thp_disabled:
@@ -365,10 +396,14 @@ class _Compiler:
         if process.personality:
             do.call(nr.PERSONALITY, process.personality)
         for name, value in (
-            ("oom_score_adj", None if process.oom_score_adj is None else
-             str(process.oom_score_adj)),
-            ("coredump_filter", None if process.coredump_filter is None else
-             hex(process.coredump_filter)),
+            (
+                "oom_score_adj",
+                None if process.oom_score_adj is None else str(process.oom_score_adj),
+            ),
+            (
+                "coredump_filter",
+                None if process.coredump_filter is None else hex(process.coredump_filter),
+            ),
         ):
             if value is not None:
                 self._write_self(do, name, value)
@@ -407,8 +442,14 @@ class _Compiler:
         signals.restore_pending(program, do, process, thread)
         if thread.rseq.address:
             # the interpreter is in no critical section, so the kernel only notes the cpu here
-            do.call(nr.RSEQ, thread.rseq.address, thread.rseq.size, 0, thread.rseq.signature,
-                    what="rseq")
+            do.call(
+                nr.RSEQ,
+                thread.rseq.address,
+                thread.rseq.size,
+                0,
+                thread.rseq.signature,
+                what="rseq",
+            )
         if local is None:
             do.barrier(_READY, self.running + 1)
         else:

@@ -125,16 +125,15 @@ class Sequence:
         what: str = "",
     ) -> None:
         """A system call; `what` names it in the error when it fails."""
-        self._add(
-            Op.CALL, *arguments, number=number, save=save, may_fail=may_fail, what=what
-        )
+        self._add(Op.CALL, *arguments, number=number, save=save, may_fail=may_fail, what=what)
 
     def clone(self, arguments: Ref, body: Sequence, *, save: Var | None = None) -> None:
         """clone3(2); the child runs `body` on the stack named in the clone_args."""
         self._add(Op.CLONE, arguments, Entry(body), save=save, what=f"clone of {body.label}")
 
-    def barrier(self, index: int, parties: int) -> None:
-        self._add(Op.BARRIER, index, parties)
+    def barrier(self, index: int, parties: int, *, wait: bool = True) -> None:
+        """Arrive where all parties do; with `wait=False` go on without the others."""
+        self._add(Op.BARRIER, index, parties, int(not wait))
 
     def copy(self, to: Argument, origin: Argument, size: int) -> None:
         self._add(Op.COPY, to, origin, size)
@@ -170,8 +169,15 @@ class Sequence:
     ) -> None:
         """Copy the pages that differ from a process (a pid) or its memory file (a descriptor)."""
         self._add(
-            Op.MERGE, source, origin, target, size, scratch, int(is_file),
-            number=copied.index, what=what,
+            Op.MERGE,
+            source,
+            origin,
+            target,
+            size,
+            scratch,
+            int(is_file),
+            number=copied.index,
+            what=what,
         )
 
     def skip_if_error(self, value: Var, count: int) -> None:
@@ -313,9 +319,7 @@ class Program:
         body += b"".join(s.encode(entries) for s in self._sequences)
         if position > SLOT - 4096:
             raise ValueError(f"a restore program of {position} bytes is larger than its slot")
-        labels = [
-            (entries[s], s.label, [what for *_, what in s._records]) for s in self._sequences
-        ]
+        labels = [(entries[s], s.label, [what for *_, what in s._records]) for s in self._sequences]
         return Sealed(
             bytes(self._data) + body,
             entry,

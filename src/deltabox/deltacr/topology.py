@@ -14,6 +14,7 @@ in CRIU's documentation on restoring process trees):
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..errors import UnsupportedState
@@ -31,6 +32,11 @@ class Task:
     orphans: list[tuple[int, Task]] = field(default_factory=list)  # (helper's pid, orphan)
     stand_ins: list[Task] = field(default_factory=list)  # children it must reap
     leads_session: bool = False
+    free: Iterator[int] = field(default_factory=lambda: iter(()))  # PID 1's: pids nobody has
+
+    def spare_pid(self) -> int:
+        """A pid for a helper that is gone before the tree runs."""
+        return next(self.free)
 
     @property
     def dies(self) -> bool:
@@ -46,15 +52,16 @@ class _Arrangement:
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self.root = Task(1, None)
-        self.tasks = {p.pid: Task(p.pid, p, leads_session=p.sid == p.pid) for p in
-                      capture.processes}
+        self.tasks = {
+            p.pid: Task(p.pid, p, leads_session=p.sid == p.pid) for p in capture.processes
+        }
         self.children: dict[int, list[Process]] = {}
         for process in capture.processes:
             self.children.setdefault(process.ppid, []).append(process)
         used = {1, *self.tasks}
         for process in capture.processes:
             used |= {process.sid, process.pgid, *(t.tid for t in process.threads)}
-        self._free = (pid for pid in range(30000, 300, -1) if pid not in used)
+        self.root.free = (pid for pid in range(30000, 300, -1) if pid not in used)
         self._birth: dict[int, int | None] = {}
         for process in capture.processes:
             self._place(process)
@@ -85,7 +92,7 @@ class _Arrangement:
             if leader.dies:
                 leader.after.append(task)  # it exits, and PID 1 inherits
             else:
-                leader.orphans.append((next(self._free), task))
+                leader.orphans.append((self.root.spare_pid(), task))
             return
         parent = self.tasks[process.ppid]
         assert parent.process is not None
@@ -97,7 +104,9 @@ class _Arrangement:
             raise UnsupportedState(
                 f"pid {process.pid} is in a session ({process.sid}) that it can not have been "
                 f"born in under its present parent {process.ppid}",
-                pid=process.pid, process=process.comm.decode(errors="replace"), object="session",
+                pid=process.pid,
+                process=process.comm.decode(errors="replace"),
+                object="session",
             )
 
     def _leader(self, session: int) -> Task:

@@ -135,6 +135,10 @@ class Tree:
             self.base_fd = root.base_mount(base, self.engine.userns)
             undo.callback(os.close, self.base_fd)
             self.engine.base = self.base_fd
+            self.engine.reference = root.root_mount(
+                self.base_fd, self.image.blank(), self.engine.userns, self.owner
+            )
+            undo.callback(os.close, self.engine.reference)
             self.background = Background(name, idle=self._idle)
             undo.pop_all()
 
@@ -396,6 +400,7 @@ class Tree:
             steps.append(node.template.close)
         steps += [
             self.engine.close,
+            lambda: os.close(self.engine.reference),
             lambda: os.close(self.base_fd),
             self.image.close,
             lambda: shutil.rmtree(self.directory),

@@ -63,7 +63,9 @@ def create(program: Program, do: Sequence, process: Process) -> None:
 
     for timer in sorted(process.timers, key=lambda t: t.identifier):
         event = program.data(
-            struct.pack("<QiiI", timer.value, timer.signal, timer.notify, timer.tid).ljust(64, b"\0")
+            struct.pack("<QiiI", timer.value, timer.signal, timer.notify, timer.tid).ljust(
+                64, b"\0"
+            )
         )
         do.timer(timer.clock, event, timer.identifier)
 
