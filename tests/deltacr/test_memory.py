@@ -37,7 +37,8 @@ heap = [b'%d' % i * 50 for i in range(20000)]
 big = mmap.mmap(-1, 8 << 20, flags=ANON)
 big[::4096] = bytes(i % 251 for i in range(2048))
 sparse = mmap.mmap(-1, 64 << 20, flags=ANON); sparse[33 << 20] = 9
-huge = mmap.mmap(-1, 8 << 20, flags=ANON); huge.madvise(mmap.MADV_HUGEPAGE); huge[:] = b'h' * (8 << 20)
+huge = mmap.mmap(-1, 8 << 20, flags=ANON)
+huge.madvise(mmap.MADV_HUGEPAGE); huge[:] = b'h' * (8 << 20)
 secret = mmap.mmap(-1, 1 << 16, flags=ANON); secret[:6] = b'secret'
 address = ctypes.addressof(ctypes.c_char.from_buffer(secret))
 libc.mprotect(ctypes.c_void_p(address), 1 << 16, 0)
@@ -65,7 +66,8 @@ def test_the_map_has_the_same_shape(sandbox: Sandbox) -> None:
     probe.do(_SHAPE)
     probe.do(
         "extra = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS); extra[5] = 1;"
-        "threads = [threading.Thread(target=time.sleep, args=(999,), daemon=True) for _ in range(4)];"
+        "nap = dict(target=time.sleep, args=(999,), daemon=True);"
+        "threads = [threading.Thread(**nap) for _ in range(4)];"
         "[t.start() for t in threads]; shape(); flags()"
     )
     probe.do("before = [shape(), flags()]")

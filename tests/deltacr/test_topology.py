@@ -37,18 +37,10 @@ def _facts(sandbox: Sandbox, shell: Shell, probe: Probe) -> list[object]:
     """Everything a program inside can see of the tree."""
     inside = sandbox.files
     seen: list[object] = []
-    for info in sandbox.processes():
-        seen.append(
-            (
-                info.pid,
-                info.ppid,
-                info.pgid,
-                info.sid,
-                info.state.replace("R", "S"),
-                info.cmdline,
-                info.cwd,
-            )
-        )
+    seen += [
+        (p.pid, p.ppid, p.pgid, p.sid, p.state.replace("R", "S"), p.cmdline, p.cwd)
+        for p in sandbox.processes()
+    ]
     script = r"""
 import os, re
 out = []

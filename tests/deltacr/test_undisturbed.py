@@ -21,6 +21,7 @@ class pollfd(ctypes.Structure):
 r, w = os.pipe()
 poller = select.poll(); poller.register(r, select.POLLIN)
 waiting = queue.Queue()
+second = ctypes.byref(timespec(1, 0))
 usr1 = (ctypes.c_ulong * 16)(1 << 9)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 def raw(name, expected, call):
@@ -36,10 +37,10 @@ calls = {
     'select': lambda: select.select([r], [], [], 1),
     'poll': lambda: poller.poll(1000),
     'raw poll': lambda: raw('poll', 0, lambda: libc.poll(ctypes.byref(pollfd(r, 1)), 1, 1000)),
-    'nanosleep': lambda: raw('nanosleep', 0, lambda: libc.nanosleep(ctypes.byref(timespec(1, 0)), None)),
+    'nanosleep': lambda: raw('nanosleep', 0, lambda: libc.nanosleep(second, None)),
     'sleep': lambda: time.sleep(1),
     'queue': from_queue,
-    'sigtimedwait': lambda: raw('sigtimedwait', -1, lambda: libc.sigtimedwait(usr1, None, ctypes.byref(timespec(1, 0)))),
+    'sigtimedwait': lambda: raw('wait', -1, lambda: libc.sigtimedwait(usr1, None, second)),
 }
 def watch(name, call):
     while True:

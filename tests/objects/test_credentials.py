@@ -25,8 +25,8 @@ def test_ids_and_groups(sandbox: Sandbox) -> None:
 def test_effective_ids_and_capabilities(sandbox: Sandbox) -> None:
     check(
         sandbox,
-        setup=_FIELDS
-        + "os.setresuid(0, 33, 0); libc.prctl(24, 13, 0, 0, 0); libc.prctl(38, 1, 0, 0, 0)",
+        setup=_FIELDS + "os.setresuid(0, 33, 0);"
+        "libc.prctl(24, 13, 0, 0, 0); libc.prctl(38, 1, 0, 0, 0)",
         report="fields('Uid', 'CapEff', 'CapPrm', 'CapBnd', 'NoNewPrivs')",
         change="os.setresuid(0, 0, 0)",
     )

@@ -18,7 +18,8 @@ os.lseek(f, 4, os.SEEK_SET)
 g = os.open('/root/data', os.O_RDONLY | os.O_NONBLOCK)
 os.set_inheritable(g, True)
 """,
-        report="""[os.lseek(f, 0, os.SEEK_CUR), fcntl.fcntl(f, fcntl.F_GETFL), fcntl.fcntl(f, fcntl.F_GETFD),
+        report="""[os.lseek(f, 0, os.SEEK_CUR),
+fcntl.fcntl(f, fcntl.F_GETFL), fcntl.fcntl(f, fcntl.F_GETFD),
 fcntl.fcntl(g, fcntl.F_GETFL), fcntl.fcntl(g, fcntl.F_GETFD), os.pread(g, 99, 0).decode(),
 sorted(int(n) for n in os.listdir('/proc/self/fd') if int(n) < 30)]""",
         change="os.write(f, b'!'); h = os.open('/etc/passwd', os.O_RDONLY)",
@@ -69,7 +70,8 @@ d = os.open('/etc', os.O_RDONLY | os.O_DIRECTORY)
 devices = {n: os.open('/dev/' + n, os.O_RDWR) for n in ('null', 'zero', 'full', 'urandom')}
 where = os.open('/usr', os.O_PATH)
 """,
-        report="""[os.readlink('/proc/self/fd/%d' % d), 'passwd' in os.listdir(d), os.read(devices['zero'], 4).hex(),
+        report="""[os.readlink('/proc/self/fd/%d' % d), 'passwd' in os.listdir(d),
+os.read(devices['zero'], 4).hex(),
 len(os.read(devices['urandom'], 8)), os.write(devices['null'], b'x'),
 os.readlink('/proc/self/fd/%d' % where), os.path.exists('/etc/mark')]""",
         change="open('/etc/mark', 'w').close()",

@@ -16,8 +16,10 @@ signal.signal(signal.SIGALRM, signal.SIG_IGN)
 signal.setitimer(signal.ITIMER_REAL, 500, 100)
 signal.setitimer(signal.ITIMER_PROF, 300, 7)
 """,
-        report="""[[400 < signal.getitimer(signal.ITIMER_REAL)[0] < 501, signal.getitimer(signal.ITIMER_REAL)[1]],
-[200 < signal.getitimer(signal.ITIMER_PROF)[0] < 301, signal.getitimer(signal.ITIMER_PROF)[1]]]""",
+        report="""[400 < signal.getitimer(signal.ITIMER_REAL)[0] < 501,
+signal.getitimer(signal.ITIMER_REAL)[1],
+200 < signal.getitimer(signal.ITIMER_PROF)[0] < 301,
+signal.getitimer(signal.ITIMER_PROF)[1]]""",
         change="signal.setitimer(signal.ITIMER_REAL, 0)",
     )
 
@@ -30,7 +32,7 @@ class event(ctypes.Structure):
     _fields_ = [('value', ctypes.c_void_p), ('signo', ctypes.c_int), ('notify', ctypes.c_int),
                 ('pad', ctypes.c_char * 48)]
 class spec(ctypes.Structure):
-    _fields_ = [('is_', ctypes.c_long), ('in_', ctypes.c_long), ('vs', ctypes.c_long), ('vn', ctypes.c_long)]
+    _fields_ = [(name, ctypes.c_long) for name in ('is_', 'in_', 'vs', 'vn')]
 def create():
     t = ctypes.c_int()
     assert libc.syscall(222, 1, ctypes.byref(event(77, 44, 0)), ctypes.byref(t)) == 0

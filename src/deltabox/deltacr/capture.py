@@ -1,7 +1,7 @@
 """Read a frozen tree into a `Capture`.
 
-From outside wherever the kernel lets us (/proc, ptrace, pidfd_getfd, kcmp, prlimit, get_robust_list)
-and by one injected batch for each thread for what only it can tell.  Everything that could not be
+From outside wherever the kernel lets us (/proc, ptrace, pidfd_getfd, kcmp, get_robust_list), and by
+one injected batch for each thread for what only it can tell.  Everything that could not be
 given back is refused here, with the process, the descriptor and the object named, before anything
 has been changed.
 """
@@ -9,7 +9,6 @@ has been changed.
 from __future__ import annotations
 
 import os
-import stat as modes
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,22 +19,20 @@ from ..linux import pidfd, proc, ptrace
 from ..linux.futex import get_robust_list
 from ..linux.openat2 import openat2
 from . import memory
+from .descriptors import DescriptorTable
 from .freeze import Frozen, in_interpreter
 from .inject import Injection
 from .interrupted import UnknownCall, Waits
 from .live import Live
 from .model import (
     Capture,
-    Description,
-    Descriptor,
     MemoryLayout,
-    Pipe,
     PosixTimer,
     Process,
     Thread,
 )
 from .model import Mapping as Vma
-from .objects import credentials, files, pipes, signals, timers
+from .objects import credentials, files, signals, timers
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
 _PR_GET_TIMERSLACK, _PR_GET_CHILD_SUBREAPER, _PR_GET_TID_ADDRESS = 30, 37, 40
@@ -44,25 +41,6 @@ _RLIMITS = range(16)
 # Fields of a thread that are restored on the last steps, after a stopped job has stopped.
 _SET_LAST = ("registers", "xstate", "sigmask", "altstack", "rseq", "memory")
 _NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "user", "cgroup", "time")
-
-_ANONYMOUS = {
-    "[eventpoll]": "an epoll instance",
-    "[eventfd]": "an eventfd",
-    "[timerfd]": "a timerfd",
-    "[signalfd]": "a signalfd",
-    "inotify": "an inotify instance",
-    "[fanotify]": "a fanotify group",
-    "[io_uring]": "an io_uring instance",
-    "[userfaultfd]": "a userfaultfd",
-    "[perf_event]": "a perf event",
-    "[pidfd]": "a pidfd",
-    "[aio]": "an aio context",
-    "bpf-prog": "a BPF program",
-    "bpf-map": "a BPF map",
-    "[fscontext]": "a mount under construction",
-    "seccomp notify": "a seccomp listener",
-}
-
 
 _Asked = tuple[
     tuple[bytes, ...],
@@ -107,14 +85,9 @@ class _Capturing:
         self.live = live
         self.frozen = frozen
         self.owner = owner
-        self.externals = externals
         self.waits = waits
-        self.descriptions: list[Description] = []
-        self.pipes: list[Pipe] = []
+        self.table = DescriptorTable(live.root, owner, externals)
         self._pristine: set[tuple[str, int]] = set()
-        self._ghosts: dict[tuple[int, int] | None, int] = {}
-        self._pipe_index: dict[int, int] = {}
-        self._seen: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
         self._named: dict[tuple[str, int, int], bool] = {}
         self.namespaces = {
             name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
@@ -132,8 +105,8 @@ class _Capturing:
         processes = tuple(sorted(found, key=lambda p: p.pid))
         return Capture(
             processes,
-            tuple(self.descriptions),
-            tuple(self.pipes),
+            tuple(self.table.descriptions),
+            tuple(self.table.pipes),
             self.survey.last_pid,
             self.survey.hostname,
             self.survey.domainname,
@@ -259,7 +232,7 @@ class _Capturing:
                 proc.read(f"/proc/{host}/auxv"),
                 self._executable(host, refuse),
             ),
-            descriptors=self._descriptors(host, refuse),
+            descriptors=self.table.of_process(host, refuse),
             cwd=self._directory(host, "cwd", refuse),
             root=self._root(host, refuse),
             umask=int(status["Umask"], 8),
@@ -536,116 +509,6 @@ class _Capturing:
             os.close(file)
             os.close(memory_fd)
 
-    # -- descriptors ----------------------------------------------------------------------------
-
-    def _descriptors(
-        self, host: int, refuse: Callable[[str, str], UnsupportedState]
-    ) -> tuple[Descriptor, ...]:
-        out = []
-        base = f"/proc/{host}/fd"
-        for number in sorted(int(name) for name in os.listdir(base)):
-            path = f"{base}/{number}"
-            target = os.readlink(path)
-            facts = _fdinfo(host, number)
-            if "lock" in facts:
-                raise refuse(f"holds a lock on fd {number}, {target}", "lock")
-            flags, position = int(facts["flags"], 8), int(facts["pos"])
-            cloexec = bool(flags & 0o2000000)
-            inode = int(facts.get("ino", "0"))
-            index = self._known(host, number, inode, flags & ~0o2000000, position)
-            if index is None:
-                index = len(self.descriptions)
-                self.descriptions.append(
-                    self._describe(host, number, path, target, flags, position, refuse)
-                )
-                self._seen.setdefault((inode, flags & ~0o2000000, position, 0), []).append(
-                    (host, number, index)
-                )
-            out.append(Descriptor(number, index, cloexec))
-        return tuple(out)
-
-    def _known(self, host: int, number: int, inode: int, flags: int, position: int) -> int | None:
-        """The description this descriptor shares with one seen before (kcmp(2))."""
-        for other_host, other, index in self._seen.get((inode, flags, position, 0), ()):
-            if not pidfd.kcmp(host, other_host, pidfd.KCMP_FILE, number, other):
-                return index
-        return None
-
-    def _describe(
-        self,
-        host: int,
-        number: int,
-        path: str,
-        target: str,
-        flags: int,
-        position: int,
-        refuse: Callable[[str, str], UnsupportedState],
-    ) -> Description:
-        def what(kind: str) -> UnsupportedState:
-            error = refuse("", kind)
-            error.message = (
-                f"fd {number} of pid {error.attributes['pid']} "
-                f"({error.attributes['process']}) is {kind}"
-            )
-            error.attributes["fd"] = number
-            return error
-
-        kind = files.open_flags(flags)
-        if target.startswith("pipe:["):
-            inode = int(target[6:-1])
-            key = self.externals.get(inode)
-            if key is not None:
-                index = self._pipe(host, number, inode) if kind & 3 == 0 else -1
-                return Description("external", kind, 0, pipe=index, key=key)
-            self._refuse_packets(kind, what)
-            return Description("pipe", kind, 0, pipe=self._pipe(host, number, inode))
-        if target.startswith("socket:["):
-            raise what("a socket")
-        if target.startswith("anon_inode:"):
-            name = target.removeprefix("anon_inode:")
-            raise what(_ANONYMOUS.get(name, f"an anonymous kernel object, {name}"))
-        if target.startswith("/memfd:"):
-            raise what("a memfd")
-        if target.startswith("/dev/pts/") or target.startswith("/dev/ptmx") or target == "/dev/tty":
-            raise what("a terminal")
-        if not target.startswith("/"):
-            raise what(f"a kernel object, {target}")
-        info = os.stat(path)
-        nameless = (info.st_dev, info.st_ino) if info.st_nlink == 0 else None
-        if nameless in self._ghosts:
-            return Description("file", kind, position, target, ghost_of=self._ghosts[nameless])
-        if modes.S_ISFIFO(info.st_mode):
-            try:
-                files.check_name(self.live.root, target, info)
-            except files.Refused as refused:
-                raise what(str(refused)) from None
-            return Description("fifo", kind, 0, target, pipe=self._pipe(host, number, info.st_ino))
-
-        try:
-            found = files.capture(
-                root=self.live.root,
-                fd_path=path,
-                target=target,
-                flags=flags,
-                position=position,
-                owner=self.owner,
-            )
-        except files.Refused as refused:
-            raise what(str(refused)) from None
-        if found.ghost is not None and nameless is not None:
-            self._ghosts[nameless] = len(self.descriptions)
-        return found
-
-    def _refuse_packets(self, flags: int, what: Callable[[str], UnsupportedState]) -> None:
-        if flags & 0o40000:
-            raise what("a pipe in packet mode")
-
-    def _pipe(self, host: int, number: int, inode: int) -> int:
-        if inode not in self._pipe_index:
-            self._pipe_index[inode] = len(self.pipes)
-            self.pipes.append(pipes.capture(host, number))
-        return self._pipe_index[inode]
-
     # -- the dead ---------------------------------------------------------------------------------
 
     def _zombies(self, inside: dict[int, int]) -> list[Process]:
@@ -679,14 +542,6 @@ class _Capturing:
                         )
                     )
         return found
-
-
-def _fdinfo(host: int, number: int) -> dict[str, str]:
-    facts = {}
-    for line in proc.read(f"/proc/{host}/fdinfo/{number}").decode().splitlines():
-        key, _, value = line.partition(":")
-        facts[key] = value.strip()
-    return facts
 
 
 def _unless(common: bytes, own: bytes, base: int) -> int | None:

@@ -18,7 +18,6 @@ from typing import TypeVar
 
 from ..errors import CheckpointError, DeltaBoxError
 from ..linux import ptrace
-from . import memory
 from .capture import capture
 from .freeze import Frozen, freeze
 from .interrupted import Waits
@@ -27,6 +26,7 @@ from .model import PAGE, Capture
 from .peer import PeerGone, ProgramFailed, Run, insist
 from .program import compile_program
 from .records import Var
+from .stash import Stash, feed, plan
 from .template import Stats, Template
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def take(
                     base=base,
                     born=born,
                 )
-                stash = memory.plan(seen, blank.stash)
+                stash = plan(seen, blank.stash)
                 blank.resize(sum(stash.sizes().values()))
                 changed = _feed(blank, seen, stash, reference)
                 result = at_instant()
@@ -93,9 +93,9 @@ def take(
     return blank, result
 
 
-def _feed(blank: Template, seen: Capture, stash: memory.Stash, reference: int) -> int:
+def _feed(blank: Template, seen: Capture, stash: Stash, reference: int) -> int:
     """Read the tree's pages into the template; bytes that were written there."""
-    feeding = memory.feed(seen, stash, blank.stash, reference)
+    feeding = feed(seen, stash, blank.stash, reference)
     try:
         run = blank.peer.run(feeding.program.seal(), 0, feeding.fds)
     finally:

@@ -5,8 +5,8 @@
 The *seed* is the interpreter freshly executed, with nothing of libc in its memory.  A *template*
 is a fork of it that will hold one checkpoint's memory; it stays in the initial user namespace, so
 that it can read the memory of any captured process.  Its *door* shares that memory but lives in
-the sandbox tree's user namespace; whatever it clones is born inside.  Blank templates with their doors are made ahead of need,
-because forking them is not for the critical path.
+the sandbox tree's user namespace; whatever it clones is born inside.  Templates are made ahead of
+need, because forking them is not for the critical path.
 
 On hosts where version 1 control groups rule, the tree's first template joins the tree's groups and
 all others are forked from it, so nobody joins one later: that waits for an RCU grace period, some
@@ -31,11 +31,12 @@ from typing import TypeVar
 from ..errors import CheckpointError, DeltaBoxError, HostUnsupported, RollbackError
 from ..linux import cgroup
 from ..linux.cgroup import remove as remove_cgroup
-from . import boot, checkpoint, memory
+from . import boot, checkpoint
 from .live import Exit as Exit
 from .live import Live, WorldState
 from .peer import Peer, PeerGone, ProgramFailed, end_task, pair
 from .records import Program, Sealed, Var
+from .stash import duplicate
 from .template import Template
 
 log = logging.getLogger(__name__)
@@ -355,10 +356,8 @@ class Tree:
         if live.successor is not None or base is None or base.closed:
             return
         try:
-            if base.depth < _GENERATIONS:
-                made = self._fork_of(base)
-            else:
-                made = self._copy_of(base)
+            old = base.depth >= _GENERATIONS
+            made = self._copy_of(base) if old else self._fork_of(base)
         except (OSError, ProgramFailed, PeerGone, CheckpointError) as error:
             log.info("the next checkpoint will be a full copy: %s", error)
             return
@@ -393,9 +392,7 @@ class Tree:
                 if base.closed or base.stash is None:
                     raise PeerGone("the template has been closed")
                 made.resize(sum(base.stash.sizes().values()))
-                program, fds, checks = memory.duplicate(
-                    base.stash, base.pid_outside, self.reference
-                )
+                program, fds, checks = duplicate(base.stash, base.pid_outside, self.reference)
                 try:
                     run = made.peer.run(program.seal(), 0, fds)
                 finally:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import time
@@ -24,9 +25,9 @@ from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
 from ..linux import proc, ptrace
+from .live import Live
 from .peer import insist
 from .records import CODE
-from .live import Live
 
 log = logging.getLogger(__name__)
 
@@ -214,9 +215,8 @@ def _detach_running(tid: int) -> None:
             continue
         if not os.WIFSTOPPED(status):
             return
-        signum = ptrace.stop_signal(status)
-        plain = not status >> 16
+        held_back = 0 if status >> 16 else ptrace.stop_signal(status)
         with contextlib.suppress(ProcessLookupError):
-            insist(lambda: ptrace.detach_with(tid, signum if plain else 0))
+            insist(functools.partial(ptrace.detach_with, tid, held_back))
         return
     log.warning("host thread %d could not be detached", tid)

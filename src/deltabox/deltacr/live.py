@@ -204,7 +204,7 @@ class Live:
         self._signal([(pid, sig)], strict=True)
 
     def kill_tree(self, pid: int) -> None:
-        """SIGKILL for a process, its session, its group and every descendant, until none is left."""
+        """SIGKILL for a process, its session, group and every descendant, until none is left."""
         doomed: set[int] = {pid}
         while True:
             found = [p for p in self.processes() if p.state not in "ZX"]

@@ -23,10 +23,10 @@ from ..linux import namespace as ns
 from ..linux import numbers as nr
 from . import boot, frame, memory
 from .boot import World
-from .memory import Stash
 from .model import Capture, Description, Process, Thread
 from .objects import credentials, files, pipes, signals, timers
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
+from .stash import Stash
 from .topology import Task, arrange, everyone
 
 _GROUPS_EXIST, _JOINED, _READY, _GO, _CLONED, _LOCAL = range(6)

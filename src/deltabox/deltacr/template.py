@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..linux import numbers as nr
-from .memory import Stash
 from .model import Capture
 from .peer import Peer, PeerGone, ProgramFailed, end_task
 from .records import OURS_END, SLOTS, STASH, Program, Sealed, Var
+from .stash import Stash
 
 _FIRST_SLOT = 1  # slot 0 is the template's own
 

@@ -6,8 +6,8 @@ there.  So the order of clones is found backwards from what must hold (the same 
 in CRIU's documentation on restoring process trees):
 
 - a child whose session is not its parent's present one was born before the parent's setsid;
-- a child of PID 1 in somebody's session is an orphan: a short-lived helper forks it from within that
-  session and exits, and the kernel hands the orphan to PID 1;
+- a child of PID 1 in somebody's session is an orphan: a short-lived helper forks it from within
+  that session and exits, and the kernel hands the orphan to PID 1;
 - a session or group whose leader is gone is led by a stand-in with the leader's pid, which exits
   once everybody has joined.
 """
