@@ -174,7 +174,7 @@ def test_budget(sandbox: Sandbox) -> None:
     ).stdout.readline(timeout=10)
     sandbox.checkpoint("fits")
     try:
-        Sandbox.create(max_memory="30M").close()
+        Sandbox.create(max_memory="10M").close()  # less than the first took
         with pytest.raises(NoSpace, match="max_memory of"):
             sandbox.checkpoint("does not")
         assert [c.name for c in sandbox.checkpoints] == ["fits"]

@@ -44,9 +44,11 @@ libc.prctl(29, 123456, 0, 0, 0)
 libc.prctl(1, 15, 0, 0, 0)
 libc.prctl(15, b'renamed', 0, 0, 0)
 """,
-        report="""[resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_STACK),
+        report="""[resource.getrlimit(resource.RLIMIT_NOFILE),
+resource.getrlimit(resource.RLIMIT_STACK),
 os.nice(0), libc.prctl(30, 0, 0, 0, 0), open('/proc/self/comm').read(),
-libc.prctl(3, 0, 0, 0, 0), open('/proc/self/cmdline').read(), os.readlink('/proc/self/exe'),
+libc.prctl(3, 0, 0, 0, 0), open('/proc/self/cmdline').read(),
+os.readlink('/proc/self/exe'),
 open('/proc/self/environ').read(), len(open('/proc/self/auxv', 'rb').read())]""",
         change="os.nice(1)",
     )
