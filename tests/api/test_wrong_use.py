@@ -169,12 +169,19 @@ def test_full_image() -> None:
 
 
 def test_budget(sandbox: Sandbox) -> None:
-    sandbox.spawn(
-        ["python3", "-c", "x = bytes(range(256)) * 80000; input(print('up', flush=True))"]
-    ).stdout.readline(timeout=10)
+    program = """
+x = bytes(range(256)) * 80000
+print("up", flush=True), input()
+y = bytes(range(255, -1, -1)) * 80000
+print("more", flush=True), input()
+"""
+    p = sandbox.spawn(["python3", "-c", program])
+    assert p.stdout.readline(timeout=10) == "up\n"
     sandbox.checkpoint("fits")
+    p.stdin.write("\n")
+    assert p.stdout.readline(timeout=10) == "more\n"
     try:
-        Sandbox.create(max_memory="10M").close()  # less than the first took
+        Sandbox.create(max_memory="30M").close()
         with pytest.raises(NoSpace, match="max_memory of"):
             sandbox.checkpoint("does not")
         assert [c.name for c in sandbox.checkpoints] == ["fits"]

@@ -22,7 +22,6 @@ import os
 import resource
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -125,7 +124,6 @@ class Tree:
         self.memory_limit = memory_limit
         self.pids_limit = pids_limit
         self._lives: set[Live] = set()
-        self._filled: weakref.WeakSet[Template] = weakref.WeakSet()
         self._blanks: deque[Template] = deque()
         self._world: WorldState | None = None  # of an untouched sandbox; the same for all
         self._groups: deque[Path] = deque()
@@ -151,8 +149,8 @@ class Tree:
             cgroup.make(self._templates_group, controllers=False)
             for controller in ("memory", "pids"):
                 self._join_legacy(controller)
+            self._first = self._blank()
             undo.pop_all()
-        self._first = self._blank()
 
     @property
     def _origin(self) -> Template:
@@ -192,7 +190,6 @@ class Tree:
     ) -> tuple[Template, T]:
         """Capture a tree into a fresh template; see `checkpoint.take`."""
         blank = self._successor(live)
-        self._filled.add(blank)
         try:
             taken = checkpoint.take(
                 live,
@@ -215,14 +212,14 @@ class Tree:
         """End what is left of the tree."""
         with self._lock:
             self._closed = True
-            blanks, self._blanks = list(self._blanks), deque()
             lives = list(self._lives)
         for live in lives:
             live.end()
-        with self._refill_lock:
-            blanks += list(self._blanks)
+        with self._refill_lock:  # whoever makes something ahead has seen `_closed` afterwards
             self._blanks.clear()
-        for template in [*blanks, *self._filled, self._origin]:
+        with self._lock:
+            templates = list(self._templates)
+        for template in templates:
             template.close()
         for fd in [self.userns, *self._networks]:
             os.close(fd)
