@@ -36,7 +36,7 @@ FILES = 5
 FILE_BYTES = 12 * 1024
 IDLE = 0.150
 FORKS = 8
-KEPT = 4  # older checkpoints are deleted, outside the clock: each is a full copy of the memory
+KEPT = 4  # older checkpoints are deleted, outside the clock
 
 GOALS = {  # milliseconds, medians
     "rollback": 4.0,
