@@ -247,8 +247,9 @@ def _try_cgroup(hierarchy: Path) -> None:
     cgroup = hierarchy / f"deltabox-doctor-{os.getpid()}"
     cgroup.mkdir()
     try:
-        if not (cgroup / "cgroup.kill").exists():
-            raise ProbeFailed("cgroups have no cgroup.kill (Linux 5.14)")
+        for name in ("cgroup.freeze", "cgroup.kill"):
+            if not (cgroup / name).exists():
+                raise ProbeFailed(f"cgroups have no {name} (Linux 5.14)")
         linux.in_child(lambda: linux.try_into_cgroup(cgroup))
     finally:
         cgroup.rmdir()

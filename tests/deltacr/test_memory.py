@@ -122,3 +122,38 @@ def test_shared_anonymous_memory_is_refused(sandbox: Sandbox) -> None:
         sandbox.checkpoint()
     probe.do("shared.close()")
     sandbox.checkpoint()
+
+
+def test_many_generations_of_templates(sandbox: Sandbox) -> None:
+    """Templates are forks of forks, now and then a full copy; every one keeps its own pages."""
+    probe = Probe.start(sandbox)
+    probe.do(
+        """
+import random, zlib
+source = random.Random(3)
+memory = bytearray(4 << 20)
+maps = []
+def change(n):
+    for _ in range(20):
+        at = source.randrange(1024) * 4096
+        memory[at:at + 4096] = source.randbytes(4096)
+    maps.append(mmap.mmap(-1, 1 << 16, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    maps[-1][:] = bytes([n]) * (1 << 16)
+    if len(maps) > 3:
+        maps.pop(0).close()
+def total():
+    return [zlib.crc32(memory), [zlib.crc32(m[:]) for m in maps]]
+"""
+    )
+    taken = []
+    for generation in range(24):
+        probe.do(f"change({generation})")
+        taken.append((sandbox.checkpoint(), probe.ask("total()")))
+        sandbox.run("sleep 0.05")
+        if generation % 5 == 4:
+            checkpoint, expected = taken[generation // 2]
+            sandbox.rollback(checkpoint)
+            assert probe.ask("total()") == expected
+    for checkpoint, expected in reversed(taken):
+        sandbox.rollback(checkpoint)
+        assert probe.ask("total()") == expected, checkpoint

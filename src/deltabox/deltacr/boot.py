@@ -163,6 +163,7 @@ def user_namespace_program(owner: int) -> Program:
     body.call(nr.SETRESGID, owner, owner, owner)
     body.call(nr.SETRESUID, owner, owner, owner)
     body.call(nr.UNSHARE, ns.CLONE_NEWUSER, what="unshare user")
+    body.call(nr.PRCTL, PR_SET_PDEATHSIG, SIGKILL)  # changing ids cleared it
     program.root.barrier(0, 2)
     body.barrier(0, 2)
     body.call(34)  # pause(2), until the keeper has written the maps and ends it

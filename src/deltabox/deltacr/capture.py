@@ -124,7 +124,9 @@ class _Capturing:
                 process="init",
                 object="mount",
             )
-        if self.live.world.network != proc.network_state(self.live.init):
+        if self.live.world.network and self.live.world.network != proc.network_state(
+            self.live.init
+        ):
             raise UnsupportedState(
                 "network interfaces, addresses or routes were changed inside the sandbox",
                 pid=1,

@@ -33,9 +33,9 @@ from ..linux.cgroup import remove as remove_cgroup
 from . import boot, checkpoint
 from .live import Exit as Exit
 from .live import Live, WorldState
-from .peer import Peer, PeerGone, ProgramFailed, end_task, pair
+from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import Program, Sealed, Var
-from .stash import duplicate
+from .stash import duplicate, plan
 from .template import Template
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Engine:
         seed = os.posix_spawn(
             _INTERPRETER, ["deltabox"], {}, file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)]
         )
-        self._task = os.pidfd_open(seed)
+        self._task = own_task(seed)
         theirs.close()
         self.seed = Peer(mine)
         try:
@@ -275,6 +275,8 @@ class Tree:
             try:
                 live.peer.answer(run)
                 live.attach(self._world)
+                if self.network == "host":
+                    live.world = WorldState(live.world.mounts, b"")  # not ours to watch
                 self._world = live.world
             except BaseException:
                 live.end()
@@ -324,7 +326,7 @@ class Tree:
         try:
             run = self._origin.door.run(_NETWORK, slot)
             pid = run.variable(_NETWORK_PID)
-            task = os.pidfd_open(pid)
+            task = own_task(pid)
             try:
                 return os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
             finally:
@@ -386,17 +388,20 @@ class Tree:
         made = self._take_blank()
         try:
             with base.life:
-                if base.closed or base.stash is None:
+                if base.closed or base.stash is None or base.capture is None:
                     raise PeerGone("the template has been closed")
+                fresh = plan(base.capture, None)
                 made.resize(sum(base.stash.sizes().values()))
-                program, fds, checks = duplicate(base.stash, base.pid_outside, self.reference)
+                program, fds, checks = duplicate(
+                    base.stash, fresh, base.pid_outside, self.reference
+                )
                 try:
                     run = made.peer.run(program.seal(), 0, fds)
                 finally:
                     for fd in fds.values():
                         os.close(fd)
                 checkpoint.check_reads(run, checks)
-                made.stash = base.stash
+                made.stash = fresh
         except BaseException:
             made.close()
             raise
@@ -431,7 +436,7 @@ class Tree:
             finally:
                 os.close(cgroup_fd)
             peer = Peer(mine)
-            template_fd = os.pidfd_open(template_pid)
+            template_fd = own_task(template_pid)
             undo.callback(end_task, template_fd)
             if self._first is None:
                 for group in self._legacy:
@@ -444,7 +449,7 @@ class Tree:
                     program.seal(), 0, {"sock": door_theirs.fileno(), "userns": self.userns}
                 )
             door_pid = run.variable(program.result)
-            door_fd = os.pidfd_open(door_pid)
+            door_fd = own_task(door_pid)
             undo.callback(end_task, door_fd)
             undo.pop_all()
         made = Template(peer, Peer(door_mine), template_fd, door_fd, template_pid)
@@ -482,7 +487,7 @@ class Tree:
         program = boot.user_namespace_program(self.owner)
         run = self.engine.seed.run(program.seal(), 0)
         pid = run.variable(program.result)
-        task = os.pidfd_open(pid)
+        task = own_task(pid)
         try:
             for name in ("uid_map", "gid_map"):
                 Path(f"/proc/{pid}/{name}").write_text(f"0 {self.owner} 65536")
@@ -544,7 +549,7 @@ def _end_first(pid: int) -> None:
     """Kill a PID 1 whose program did not get far enough to be a tree, with all it has cloned."""
     if pid > 0:
         with contextlib.suppress(ProcessLookupError):
-            end_task(os.pidfd_open(pid))
+            end_task(own_task(pid))
 
 
 _network_program = boot.network_program()

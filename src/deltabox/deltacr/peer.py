@@ -122,6 +122,16 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
+def own_task(pid: int) -> int:
+    """The pidfd of a child of ours. One that cannot be had is killed, or nobody ever would."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        raise
+
+
 def end_task(task: int) -> None:
     """Kill and collect a child of ours by its pidfd, and close that."""
     with contextlib.suppress(ProcessLookupError):

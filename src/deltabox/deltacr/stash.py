@@ -318,20 +318,22 @@ def _read_ranges(
 
 
 def duplicate(
-    stash: Stash, template: int, reference: int
+    old: Stash, new: Stash, template: int, reference: int
 ) -> tuple[Program, dict[str, int], list[tuple[Var, int]]]:
     """Fill a blank template with all that another one (a host pid) holds, page by page.
 
-    The copy begins a new line: forks of forks of templates get slower with every generation.
+    The copy begins a new line, because forks of forks of templates get slower with every
+    generation; and a new layout, because a line of templates never uses an address range again.
     """
-    names = dict.fromkeys(held.file[0] for held in stash.held.values() if held.file)
+    names = dict.fromkeys(held.file[0] for held in new.held.values() if held.file)
     program = Program(*names)
     fds = {path: openat2(reference, path, os.O_RDONLY) for path in names}
     checks: list[tuple[Var, int]] = []
     ranges: list[tuple[int, int, int]] = []
-    for held in stash.held.values():
+    for key, held in new.held.items():
         _reserve(program, held, 0)
-        ranges += [(low + held.shift, low + held.shift, high - low) for low, high in held.pages]
+        origin = old.held[key].shift
+        ranges += [(low + origin, low + held.shift, high - low) for low, high in held.pages]
     for first in range(0, len(ranges), _IOV_MAX):
         _read_ranges(program, template, ranges[first : first + _IOV_MAX], checks)
     return program, fds, checks

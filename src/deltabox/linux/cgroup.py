@@ -1,6 +1,6 @@
 """Control groups: one v2 group for each sandbox, and limits wherever the host has the controllers.
 
-Version 2 (Documentation/admin-guide/cgroup-v2.rst) carries the process list, `cgroup.kill` and
+Version 2 (Documentation/admin-guide/cgroup-v2.rst) carries the process list, the freezer and
 CLONE_INTO_CGROUP.  Memory and pids limits are set in the same group when those controllers belong
 to version 2.  On hosts where version 1 owns them there is a group per *tree* in those hierarchies:
 joining a v1 group costs 5-11 ms (it waits for an RCU grace period, and no task of the host can be
