@@ -80,10 +80,25 @@ def sandboxes() -> set[str]:
     return found | loop_devices()
 
 
+def orphans() -> set[str]:
+    """Processes of the engine's interpreter whose keeper has ended."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            _, name, rest = (entry / "stat").read_text().replace(")", "(").split("(")
+        except (OSError, ValueError):
+            continue
+        state, parent = rest.split()[:2]
+        if name == "deltabox" and state != "Z" and parent == "1":
+            found.add(f"process {entry.name}: left by a keeper that has gone")
+    return found
+
+
 def everything() -> set[str]:
     """Everything on this host that looks like ours."""
     running = {f"keeper {pid}" for pid in keepers()}
-    return running | mounts() | loop_devices() | {f"cgroup {path}" for path in cgroups()}
+    groups = {f"cgroup {path}" for path in cgroups()}
+    return running | orphans() | mounts() | loop_devices() | groups
 
 
 def _left(look: Callable[[], set[str]], before: set[str]) -> str:

@@ -127,8 +127,9 @@ def own_task(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except OSError:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0x40000000)  # __WALL
         raise
 
 
