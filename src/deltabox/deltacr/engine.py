@@ -129,6 +129,7 @@ class Tree:
         self._groups: deque[Path] = deque()
         self._networks: deque[int] = deque()
         self._group_count = 0
+        self._starting = 0
         self._templates: set[Template] = set()
         self._first: Template | None = None
         self._lock = threading.Lock()
@@ -238,6 +239,9 @@ class Tree:
     ) -> Live:
         """Run a program on a template's door; undone completely when anything in it fails."""
         with contextlib.ExitStack() as undo:
+            # room for one tree more, or a rollback would meet the limits that the old one has hit
+            self._change_starting(1)
+            undo.callback(self._change_starting, -1)
             group = self._take_group()
             undo.callback(self._give_group, group)
             group_fd = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -282,8 +286,8 @@ class Tree:
                 live.end()
                 raise
             with self._lock:
+                self._starting -= 1
                 self._lives.add(live)
-            self._scale_legacy()
             live.on_end = lambda: self._ended(live, template, slot)
             keep.pop_all()
             undo.pop_all()
@@ -512,7 +516,7 @@ class Tree:
         if not self._legacy:
             return
         with self._lock:
-            lives = max(1, len(self._lives))
+            lives = max(1, len(self._lives) + self._starting)
             ours = list(self._templates)
         memory = sum(t.memory_bytes + t.memory_bytes // 64 + _OWN_MEMORY for t in ours)
         for group in self._legacy:
@@ -523,6 +527,11 @@ class Tree:
                     pids=self.pids_limit and (self.pids_limit + 1) * lives + 2 * len(ours) + 2,
                     version=1,
                 )
+
+    def _change_starting(self, by: int) -> None:
+        with self._lock:
+            self._starting += by
+        self._scale_legacy()
 
     def _closed_template(self, template: Template) -> None:
         with self._lock:
