@@ -20,6 +20,7 @@ from deltabox.keeper import journal
 
 PRELUDE = """
 import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
 from deltabox import *
 """
 
