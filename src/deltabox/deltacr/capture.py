@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
 from ..linux import pidfd, proc, ptrace
 from ..linux.futex import get_robust_list
-from ..linux.openat2 import openat2
 from . import memory
 from .descriptors import DescriptorTable
 from .freeze import Frozen, in_interpreter
@@ -31,8 +30,9 @@ from .model import (
     Process,
     Thread,
 )
-from .model import Mapping as Vma
-from .objects import credentials, files, signals, timers
+from .names import Names
+from .objects import credentials, signals, timers
+from .subject import Refuse
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
 _PR_GET_TIMERSLACK, _PR_GET_CHILD_SUBREAPER, _PR_GET_TID_ADDRESS = 30, 37, 40
@@ -80,19 +80,15 @@ class _Capturing:
         base: int,
         born: float,
     ) -> None:
-        self.base = base
-        self.born = born
         self.live = live
         self.frozen = frozen
         self.owner = owner
         self.waits = waits
+        self.names = Names(live.root, base, born)
         self.table = DescriptorTable(live.root, owner, externals)
-        self._pristine: set[tuple[str, int]] = set()
-        self._named: dict[tuple[str, int, int], bool] = {}
         self.namespaces = {
             name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
         }
-        self.root_info = os.fstat(live.root)
         self.affinity = os.sched_getaffinity(live.init)
         self.oom = proc.read(f"/proc/{live.init}/oom_score_adj")
         self.coredump_filter = proc.read(f"/proc/{live.init}/coredump_filter")
@@ -100,7 +96,12 @@ class _Capturing:
     def whole(self) -> Capture:
         self._check_world()
         inside = proc.inside_pids([self.live.init, *self.frozen.threads])
-        found = [self._process(pid, inside) for pid in self.frozen.threads]
+        self.table.inside.update(inside)
+        try:
+            found = [self._process(pid, inside) for pid in self.frozen.threads]
+            self.table.settle()
+        finally:
+            self.table.close()
         found += self._zombies(inside)
         processes = tuple(sorted(found, key=lambda p: p.pid))
         return Capture(
@@ -159,10 +160,10 @@ class _Capturing:
         self._check_process(host, tids, status, refuse)
 
         mappings, vdso, gap = memory.mappings(host, refuse)
-        self._check_files_mapped(host, mappings, refuse)
+        self.names.mapped(host, mappings, refuse)
         mappings = [
             replace(m, of_base=True)
-            if m.pages and m.kind == "file" and (m.path, m.inode) in self._pristine
+            if m.pages and m.kind == "file" and self.names.is_pristine(m)
             else m
             for m in mappings
         ]
@@ -191,6 +192,8 @@ class _Capturing:
             )
             itimers = waiting.itimers
         by_host = {t.host_tid: t.tid for t in threads}
+        self.table.inside |= by_host
+        self.table.inside[stat.pgrp] = int(status["NSpgid"].split()[-1])
         posix = [
             PosixTimer(
                 t.identifier,
@@ -232,11 +235,11 @@ class _Capturing:
                 stat.env_start,
                 stat.env_end,
                 proc.read(f"/proc/{host}/auxv"),
-                self._executable(host, refuse),
+                self.names.executable(host, refuse),
             ),
             descriptors=self.table.of_process(host, refuse),
-            cwd=self._directory(host, "cwd", refuse),
-            root=self._root(host, refuse),
+            cwd=self.names.directory(host, "cwd", refuse),
+            root=self.names.root_of(host, refuse),
             umask=int(status["Umask"], 8),
             sigactions=actions,
             pending=pending,
@@ -268,7 +271,7 @@ class _Capturing:
         host: int,
         tids: list[int],
         status: dict[str, str],
-        refuse: Callable[[str, str], UnsupportedState],
+        refuse: Refuse,
     ) -> None:
         for name, expected in self.namespaces.items():
             if os.stat(f"/proc/{host}/ns/{name}").st_ino != expected:
@@ -291,7 +294,7 @@ class _Capturing:
         self,
         host: int,
         injection: Injection,
-        refuse: Callable[[str, str], UnsupportedState],
+        refuse: Refuse,
     ) -> _Asked:
         data = injection.data
         itimer_at = signals.SIGNALS * signals.SIGACTION_SIZE
@@ -368,7 +371,7 @@ class _Capturing:
         answers: tuple[bytes, int, int, int, int],
         process: Process,
         memory_fd: int,
-        refuse: Callable[[str, str], UnsupportedState],
+        refuse: Refuse,
     ) -> Thread:
         altstack, clear_tid, pdeathsig, slack, securebits = answers
         status = proc.status(host, tid)
@@ -421,95 +424,6 @@ class _Capturing:
             credentials=who,
             memory=extra,
         )
-
-    # -- paths ------------------------------------------------------------------------------------
-
-    def _executable(self, host: int, refuse: Callable[[str, str], UnsupportedState]) -> str:
-        path = os.readlink(f"/proc/{host}/exe")
-        self._check_name(path, os.stat(f"/proc/{host}/exe"), "runs", refuse)
-        return path
-
-    def _directory(
-        self, host: int, name: str, refuse: Callable[[str, str], UnsupportedState]
-    ) -> str:
-        path = os.readlink(f"/proc/{host}/{name}")
-        self._check_name(path, os.stat(f"/proc/{host}/{name}"), f"has as its {name}", refuse)
-        return path
-
-    def _root(self, host: int, refuse: Callable[[str, str], UnsupportedState]) -> str:
-        info = os.stat(f"/proc/{host}/root")
-        if (info.st_dev, info.st_ino) == (self.root_info.st_dev, self.root_info.st_ino):
-            return "/"
-        return self._directory(host, "root", refuse)
-
-    def _check_name(
-        self,
-        path: str,
-        info: os.stat_result,
-        verb: str,
-        refuse: Callable[[str, str], UnsupportedState],
-    ) -> None:
-        key = (path, info.st_dev, info.st_ino)
-        if key in self._named:
-            return
-        try:
-            files.check_name(self.live.root, path, info)
-        except files.Refused as refused:
-            raise refuse(f"{verb} {refused}", "file") from None
-        self._named[key] = True
-
-    def _check_files_mapped(
-        self, host: int, mappings: list[Vma], refuse: Callable[[str, str], UnsupportedState]
-    ) -> None:
-        """Each mapped file's name must still lead to it: it is mapped again by that name."""
-        for mapping in mappings:
-            if mapping.kind != "file":
-                continue
-            device, inode = mapping.device, mapping.inode
-            key = (mapping.path, device, inode)
-            if key in self._named:
-                if not self._named[key]:
-                    self._check_version(host, mapping, refuse)
-                continue
-            try:
-                fd = openat2(self.live.root, mapping.path, os.O_PATH)
-            except OSError as error:
-                raise refuse(
-                    f"maps {mapping.path}, which can no longer be opened: {error.strerror}",
-                    "mapping",
-                ) from None
-            info = os.fstat(fd)
-            os.close(fd)
-            if info.st_ino != inode:
-                raise refuse(
-                    f"maps an earlier {mapping.path}, which has been replaced since", "mapping"
-                )
-            # only a file of the base that has changed since can have two versions
-            if info.st_ctime < self.born - 1:
-                self._pristine.add((mapping.path, inode))
-            self._named[key] = info.st_ctime < self.born or not self._in_base(mapping.path)
-            if not self._named[key]:
-                self._check_version(host, mapping, refuse)
-
-    def _in_base(self, path: str) -> bool:
-        if self.base < 0:
-            return True
-        try:
-            os.close(openat2(self.base, path, os.O_PATH))
-        except OSError:
-            return False
-        return True
-
-    def _check_version(
-        self, host: int, mapping: Vma, refuse: Callable[[str, str], UnsupportedState]
-    ) -> None:
-        memory_fd = os.open(f"/proc/{host}/mem", os.O_RDONLY | os.O_CLOEXEC)
-        file = openat2(self.live.root, mapping.path, os.O_RDONLY)
-        try:
-            memory.check_version(memory_fd, mapping, file, refuse)
-        finally:
-            os.close(file)
-            os.close(memory_fd)
 
     # -- the dead ---------------------------------------------------------------------------------
 

@@ -2,27 +2,33 @@
 
 A descriptor is a number in one process; the open file description behind it, with its position and
 flags, may be shared by several descriptors of several processes (open(2)).  kcmp(2) tells which,
-and each is described once.  What cannot be opened again is refused here by name.
+and each is described once, by the file in `objects/` that knows its kind.  What refers to other
+descriptions (an epoll set to what it watches) is *settled* when all processes have been seen.
+What cannot be made again is refused here by name.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat as modes
+import struct
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 
 from ..errors import UnsupportedState
-from ..linux import pidfd, proc
-from .model import Description, Descriptor, Pipe
-from .objects import files, pipes
+from .model import Description, Descriptor, Owner, Pipe
+from .objects import events, files, pipes
+from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
-Refuse = Callable[[str, str], UnsupportedState]
-
-_ANONYMOUS = {
+_ANONYMOUS: dict[str, Callable[[Subject], Description]] = {
+    "[eventfd]": events.capture_eventfd,
+    "[timerfd]": events.capture_timerfd,
+    "[signalfd]": events.capture_signalfd,
+}
+_REFUSED = {
     "[eventpoll]": "an epoll instance",
-    "[eventfd]": "an eventfd",
-    "[timerfd]": "a timerfd",
-    "[signalfd]": "a signalfd",
     "inotify": "an inotify instance",
     "[fanotify]": "a fanotify group",
     "[io_uring]": "an io_uring instance",
@@ -35,6 +41,9 @@ _ANONYMOUS = {
     "[fscontext]": "a mount under construction",
     "seccomp notify": "a seccomp listener",
 }
+_SETTLE: dict[str, Callable[[Subject, Description], Description]] = {}
+
+_F_GETSIG, _F_GETOWN_EX = 11, 16
 
 
 class DescriptorTable:
@@ -43,123 +52,135 @@ class DescriptorTable:
     def __init__(self, root: int, owner: int, externals: Mapping[int, str]) -> None:
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
-        self._root = root
-        self._owner = owner
+        self.root = root  # a descriptor of the sandbox's root directory
+        self.owner = owner  # the host uid of root inside
+        self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
         self._externals = externals
-        self._ghosts: dict[tuple[int, int] | None, int] = {}
+        self._ghosts: dict[tuple[int, int], int] = {}
         self._pipe_index: dict[int, int] = {}
-        self._seen: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
+        self._seen: dict[tuple[str, str, int], list[Subject]] = {}
+        self._index: dict[tuple[int, int], int] = {}
+        self._settling: list[tuple[Subject, int, Refuse]] = []
+        self._adopted = ExitStack()
+
+    def close(self) -> None:
+        """Let go of descriptors that only the capture held."""
+        self._adopted.close()
 
     def of_process(self, host: int, refuse: Refuse) -> tuple[Descriptor, ...]:
         out = []
-        base = f"/proc/{host}/fd"
-        for number in sorted(int(name) for name in os.listdir(base)):
-            path = f"{base}/{number}"
-            target = os.readlink(path)
-            facts = _fdinfo(host, number)
-            if "lock" in facts:
-                raise refuse(f"holds a lock on fd {number}, {target}", "lock")
-            flags, position = int(facts["flags"], 8), int(facts["pos"])
-            cloexec = bool(flags & 0o2000000)
-            inode = int(facts.get("ino", "0"))
-            index = self._known(host, number, inode, flags & ~0o2000000, position)
-            if index is None:
-                index = len(self.descriptions)
-                self.descriptions.append(
-                    self._describe(host, number, path, target, flags, position, refuse)
-                )
-                self._seen.setdefault((inode, flags & ~0o2000000, position, 0), []).append(
-                    (host, number, index)
-                )
-            out.append(Descriptor(number, index, cloexec))
+        for number in sorted(int(name) for name in os.listdir(f"/proc/{host}/fd")):
+            subject = Subject.look(host, number, self)
+            index = self._enter(subject, refuse)
+            out.append(Descriptor(number, index, bool(subject.raw_flags & O_CLOEXEC)))
         return tuple(out)
 
-    def _known(self, host: int, number: int, inode: int, flags: int, position: int) -> int | None:
-        """The description this descriptor shares with one seen before (kcmp(2))."""
-        for other_host, other, index in self._seen.get((inode, flags, position, 0), ()):
-            if not pidfd.kcmp(host, other_host, pidfd.KCMP_FILE, number, other):
+    def find(self, host: int, number: int) -> int | None:
+        """The index of what a process that has been seen holds as descriptor `number`."""
+        return self._index.get((host, number))
+
+    def adopt(self, fd: int, refuse: Refuse) -> int:
+        """The index of a description that only a queue holds; `fd` is the keeper's, and taken."""
+        self._adopted.callback(os.close, fd)
+        return self._enter(Subject.look(os.getpid(), fd, self), refuse)
+
+    def settle(self) -> None:
+        """Resolve what refers to other descriptions; this may find new ones in queues."""
+        done = 0
+        while done < len(self._settling):
+            subject, index, refuse = self._settling[done]
+            done += 1
+            found = self.descriptions[index]
+            try:
+                if found.kind in _SETTLE:
+                    found = _SETTLE[found.kind](subject, found)
+                if subject.sends_signals:
+                    found = replace(found, owner=self._owner_of(subject))
+            except Refused as refused:
+                raise self._refused(subject, refuse, str(refused)) from None
+            self.descriptions[index] = found
+
+    def _enter(self, subject: Subject, refuse: Refuse) -> int:
+        key = (subject.target, subject.fact("ino", "0"), subject.raw_flags & ~O_CLOEXEC)
+        for other in self._seen.get(key, ()):
+            if subject.is_same_file(other.host, other.number):
+                index = self._index[other.host, other.number]
+                self._index[subject.host, subject.number] = index
                 return index
-        return None
+        try:
+            description = self._describe(subject)
+        except Refused as refused:
+            raise self._refused(subject, refuse, str(refused)) from None
+        index = len(self.descriptions)
+        self.descriptions.append(description)
+        self._index[subject.host, subject.number] = index
+        self._seen.setdefault(key, []).append(subject)
+        if description.kind in _SETTLE or subject.sends_signals:
+            self._settling.append((subject, index, refuse))
+        return index
 
-    def _describe(
-        self,
-        host: int,
-        number: int,
-        path: str,
-        target: str,
-        flags: int,
-        position: int,
-        refuse: Refuse,
-    ) -> Description:
-        def what(kind: str) -> UnsupportedState:
-            error = refuse("", kind)
-            error.message = (
-                f"fd {number} of pid {error.attributes['pid']} "
-                f"({error.attributes['process']}) is {kind}"
-            )
-            error.attributes["fd"] = number
-            return error
+    def _refused(self, subject: Subject, refuse: Refuse, kind: str) -> UnsupportedState:
+        error = refuse("", kind)
+        error.message = (
+            f"fd {subject.number} of pid {error.attributes['pid']} "
+            f"({error.attributes['process']}) is {kind}"
+        )
+        error.attributes["fd"] = subject.number
+        return error
 
-        kind = files.open_flags(flags)
+    def _describe(self, subject: Subject) -> Description:
+        target, flags = subject.target, subject.flags
         if target.startswith("pipe:["):
             inode = int(target[6:-1])
             key = self._externals.get(inode)
             if key is not None:
-                index = self._pipe(host, number, inode) if kind & 3 == 0 else -1
-                return Description("external", kind, 0, pipe=index, key=key)
-            self._refuse_packets(kind, what)
-            return Description("pipe", kind, 0, pipe=self._pipe(host, number, inode))
+                index = self._pipe(subject, inode) if flags & 3 == 0 else -1
+                return Description("external", flags, pipe=index, key=key)
+            if flags & 0o40000:
+                raise Refused("a pipe in packet mode")
+            return Description("pipe", flags, pipe=self._pipe(subject, inode))
         if target.startswith("socket:["):
-            raise what("a socket")
+            raise Refused("a socket")
         if target.startswith("anon_inode:"):
             name = target.removeprefix("anon_inode:")
-            raise what(_ANONYMOUS.get(name, f"an anonymous kernel object, {name}"))
+            if name in _ANONYMOUS:
+                return _ANONYMOUS[name](subject)
+            raise Refused(_REFUSED.get(name, f"an anonymous kernel object, {name}"))
         if target.startswith("/memfd:"):
-            raise what("a memfd")
+            raise Refused("a memfd")
         if target.startswith(("/dev/pts/", "/dev/ptmx")) or target == "/dev/tty":
-            raise what("a terminal")
+            raise Refused("a terminal")
         if not target.startswith("/"):
-            raise what(f"a kernel object, {target}")
-        info = os.stat(path)
-        nameless = (info.st_dev, info.st_ino) if info.st_nlink == 0 else None
-        if nameless in self._ghosts:
-            return Description("file", kind, position, target, ghost_of=self._ghosts[nameless])
+            raise Refused(f"a kernel object, {target}")
+        info = os.stat(subject.path)
         if modes.S_ISFIFO(info.st_mode):
-            try:
-                files.check_name(self._root, target, info)
-            except files.Refused as refused:
-                raise what(str(refused)) from None
-            return Description("fifo", kind, 0, target, pipe=self._pipe(host, number, info.st_ino))
+            files.check_name(self.root, target, info)
+            return Description("fifo", flags, path=target, pipe=self._pipe(subject, info.st_ino))
+        return self._file(subject, info)
 
-        try:
-            found = files.capture(
-                root=self._root,
-                fd_path=path,
-                target=target,
-                flags=flags,
-                position=position,
-                owner=self._owner,
+    def _file(self, subject: Subject, info: os.stat_result) -> Description:
+        nameless = (info.st_dev, info.st_ino)
+        if not info.st_nlink and nameless in self._ghosts:
+            original = self._ghosts[nameless]
+            return Description(
+                "file", subject.flags, subject.position, subject.target, ghost_of=original
             )
-        except files.Refused as refused:
-            raise what(str(refused)) from None
-        if found.ghost is not None and nameless is not None:
+        found = files.capture(subject, info)
+        if found.ghost is not None:
             self._ghosts[nameless] = len(self.descriptions)
         return found
 
-    def _refuse_packets(self, flags: int, what: Callable[[str], UnsupportedState]) -> None:
-        if flags & 0o40000:
-            raise what("a pipe in packet mode")
-
-    def _pipe(self, host: int, number: int, inode: int) -> int:
+    def _pipe(self, subject: Subject, inode: int) -> int:
         if inode not in self._pipe_index:
             self._pipe_index[inode] = len(self.pipes)
-            self.pipes.append(pipes.capture(host, number))
+            self.pipes.append(pipes.capture(subject.host, subject.number))
         return self._pipe_index[inode]
 
-
-def _fdinfo(host: int, number: int) -> dict[str, str]:
-    facts = {}
-    for line in proc.read(f"/proc/{host}/fdinfo/{number}").decode().splitlines():
-        key, _, value = line.partition(":")
-        facts[key] = value.strip()
-    return facts
+    def _owner_of(self, subject: Subject) -> Owner:
+        """Whom the description signals; the kernel tells pids as the keeper sees them."""
+        with subject.taken() as fd:
+            kind, target = struct.unpack("ii", fcntl.fcntl(fd, _F_GETOWN_EX, bytes(8)))
+            signal = fcntl.fcntl(fd, _F_GETSIG)
+        if target and target not in self.inside:
+            target = 0  # it has ended: nobody is signalled any more
+        return Owner(kind, self.inside.get(target, 0), signal, True)

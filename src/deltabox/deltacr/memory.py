@@ -12,11 +12,9 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from ..errors import UnsupportedState
 from ..linux import numbers as nr
 from ..linux import pagemap
 from ..linux.proc import read
@@ -31,8 +29,7 @@ from .records import (
     Sequence,
 )
 from .stash import Stash, map_flags
-
-Refuse = Callable[[str, str], UnsupportedState]
+from .subject import Refuse
 
 _HEADER = re.compile(
     r"^([0-9a-f]+)-([0-9a-f]+) (.)(.)(.)(.) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(.*)$"

@@ -7,7 +7,7 @@ knows this file knows what is captured; `capture.py` fills it, `program.py` turn
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..linux.ptrace import Registers, Rseq
 
@@ -107,17 +107,32 @@ class Ghost:
 
 
 @dataclass(frozen=True)
-class Description:
-    """An open file description: what several descriptors of several processes may share."""
+class Owner:
+    """Whom a description sends SIGIO or SIGURG to (F_SETOWN_EX, F_SETSIG; fcntl(2))."""
 
-    kind: Literal["file", "directory", "device", "path", "fifo", "pipe", "external"]
+    kind: int  # F_OWNER_TID, _PID, _PGRP
+    target: int  # as seen inside; 0 for nobody
+    signal: int
+    enabled: bool  # O_ASYNC
+
+
+@dataclass(frozen=True)
+class Description:
+    """An open file description: what several descriptors of several processes may share.
+
+    `kind` is one of the names in kinds.py; `state` is what that kind's own file keeps of it.
+    """
+
+    kind: str
     flags: int
-    position: int
+    position: int = 0
     path: str = ""
     ghost: Ghost | None = None
     ghost_of: int = -1  # another description of the same nameless file, by its index
-    pipe: int = -1  # index into Tree.pipes for pipes and FIFOs
+    pipe: int = -1  # index into Capture.pipes for pipes and FIFOs
     key: str = ""  # of an external pipe
+    state: Any = None
+    owner: Owner | None = None
 
 
 @dataclass(frozen=True)

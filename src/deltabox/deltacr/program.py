@@ -15,16 +15,18 @@ Everything is decided here; the interpreter only executes.
 from __future__ import annotations
 
 import errno
+import os
 import struct
 from collections.abc import Sequence as Items
 
 from ..errors import UnsupportedState
 from ..linux import namespace as ns
 from ..linux import numbers as nr
-from . import boot, frame, memory
+from . import boot, frame, kinds, memory
 from .boot import World
-from .model import Capture, Description, Process, Thread
-from .objects import credentials, files, pipes, signals, timers
+from .model import Capture, Process, Thread
+from .objects import credentials, signals, timers
+from .rebuild import Entry, Rebuild, nothing
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
 from .stash import Stash
 from .topology import Task, arrange, everyone
@@ -39,6 +41,7 @@ _MADV_DONTFORK, _MADV_DOFORK = 10, 11
 _BIG = 2 << 20
 _O_CLOEXEC = 0o2000000
 _DEFAULT_TIMER_SLACK = 50000
+_F_SETSIG, _F_SETOWN_EX, _O_ASYNC = 10, 15, 0o20000
 
 
 def external_inputs(capture: Capture) -> list[str]:
@@ -74,7 +77,10 @@ class _Compiler:
         self.root = arrange(capture)
         self.tasks = everyone(self.root)
         highest = max((d.number for p in capture.processes for d in p.descriptors), default=2)
-        self.base = max(highest + 1, 64 + len(self.program.inputs))
+        self.init = self.program.sequence("PID 1")
+        self.rebuild = Rebuild(
+            self.program, self.init, capture, max(highest + 1, 64 + len(self.program.inputs))
+        )
         self.files: dict[tuple[str, int], int] = {}
         self.next_local = _LOCAL
         self.running = sum(len(p.threads) for p in capture.processes if p.threads and not p.stopped)
@@ -82,11 +88,13 @@ class _Compiler:
         self.child_signal = self.program.data(struct.pack("<Q", 1 << (boot.SIGCHLD - 1)))
 
     def build(self) -> tuple[Sealed, Var]:
-        program = self.program
-        init = program.sequence("PID 1")
+        program, init = self.program, self.init
         pid = boot.first_process(program, init, self.world)
         boot.settle(program, init, self.world)
-        self._open_everything(init)
+        self._descriptions("open")
+        self._open_mapped(init)
+        self._descriptions("link")
+        self._check_room()
         self._clone_all(init, self.root)
         everybody = len(self.tasks) + 1
         init.barrier(_GROUPS_EXIST, everybody)
@@ -100,51 +108,65 @@ class _Compiler:
         for process in self.capture.processes:
             if process.ppid in (0, 1) and process.stopped:
                 init.call(nr.WAITID, _P_PID, process.pid, 0, _WSTOPPED, 0, what="wait for a stop")
-        init.call(nr.CLOSE_RANGE, self.base, (1 << 32) - 1, 0)
-        for key in self.keys:
-            init.call(nr.CLOSE, program.inputs[key])
+        self._descriptions("joined")
+        self._owners()
+        clocks = self._starting()
+        if not clocks:
+            self._close_all()
         init.barrier(_READY, self.running + 1)
         self._set_last_pid(init)
         signal_fd = boot.answer_ready(program, init)
         buffer = program.data(bytes(8))
         init.call(nr.READ, program.inputs["requests"], buffer, 8, what="wait for the release")
+        if clocks:
+            self._descriptions("start")
+            self._close_all()
         init.barrier(_GO, self.running + 1)
         boot.serve_for_ever(program, init, signal_fd)
         return program.seal(), pid
 
     # -- PID 1 --------------------------------------------------------------------------------
 
-    def _open_everything(self, init: Sequence) -> None:
-        grouped: dict[int, list[tuple[int, Description]]] = {}
-        filled: set[str] = set()
-        taken: set[str] = set()
+    def _descriptions(self, step: str) -> None:
+        """Let every kind do its part of one step."""
+        entries: dict[str, list[Entry]] = {}
         for index, description in enumerate(self.capture.descriptions):
-            number = self.base + index
-            if description.kind == "external":
-                init.call(nr.DUP3, self.program.inputs[description.key], number, _O_CLOEXEC)
-                if description.key in taken:
-                    pipes.reopen(self.program, init, number, description)
-                elif description.flags & ~(3 | 0o100000):
-                    init.call(nr.FCNTL, number, 4, description.flags & ~3)
-                taken.add(description.key)
-                if description.pipe >= 0 and description.key not in filled:
-                    filled.add(description.key)
-                    contents = self.capture.pipes[description.pipe]
-                    pipes.refill_external(self.program, init, number, contents)
-            elif description.kind in ("pipe", "fifo"):
-                grouped.setdefault(description.pipe, []).append((number, description))
-            elif description.ghost_of >= 0:
-                original = self.base + description.ghost_of
-                files.restore_again(self.program, init, number, original, description)
-            else:
-                files.restore(self.program, init, number, description)
-        for index, ends in grouped.items():
-            pipe = self.capture.pipes[index]
-            if ends[0][1].kind == "pipe":
-                pipes.restore(self.program, init, pipe, ends)
-            else:
-                pipes.restore_fifo(self.program, init, pipe, ends)
-        number = self.base + len(self.capture.descriptions)
+            if kinds.BY_NAME[description.kind].each is None:
+                entry = (self.rebuild.number(index), description)
+                entries.setdefault(description.kind, []).append(entry)
+        for kind in kinds.KINDS:
+            found = [entry for name in kind.names for entry in entries.get(name, ())]
+            if found:
+                getattr(kind, step)(self.rebuild, found)
+
+    def _starting(self) -> bool:
+        """Whether something has to be done after the release."""
+        return any(kinds.BY_NAME[d.kind].start is not nothing for d in self.capture.descriptions)
+
+    def _close_all(self) -> None:
+        """PID 1 itself keeps nothing of what the processes have open."""
+        self.init.call(nr.CLOSE_RANGE, self.rebuild.base, (1 << 32) - 1, 0)
+        for key in self.keys:
+            self.init.call(nr.CLOSE, self.program.inputs[key])
+
+    def _owners(self) -> None:
+        """Whom descriptions send signals to; every pid exists by now."""
+        for index, description in enumerate(self.capture.descriptions):
+            owner = description.owner
+            if owner is None:
+                continue
+            number = self.rebuild.number(index)
+            if owner.target:
+                whom = self.program.data(struct.pack("<ii", owner.kind, owner.target))
+                self.init.call(nr.FCNTL, number, _F_SETOWN_EX, whom, what="F_SETOWN_EX")
+            if owner.signal:
+                self.init.call(nr.FCNTL, number, _F_SETSIG, owner.signal, what="F_SETSIG")
+            if owner.enabled:
+                flags = description.flags & ~3 | _O_ASYNC
+                self.init.call(nr.FCNTL, number, 4, flags, what="O_ASYNC")
+
+    def _open_mapped(self, init: Sequence) -> None:
+        """Files that are mapped or executed: every process finds them open."""
         for process in self.capture.processes:
             wanted = [
                 (m.path, memory.open_mode(m))
@@ -156,15 +178,18 @@ class _Compiler:
             for path, mode in wanted:
                 if (path, mode) in self.files:
                     continue
-                opened = self.program.variable()
-                name = self.program.text(path.encode(errors="surrogateescape"))
+                name = self.program.text(os.fsencode(path))
+                opened, number = self.rebuild.opened, self.rebuild.reserve()
                 init.call(
                     nr.OPENAT, -100, name, mode | _O_CLOEXEC, save=opened, what=f"open {path}"
                 )
-                init.call(nr.DUP3, opened, number, _O_CLOEXEC)
-                init.call(nr.CLOSE, opened)
+                self.rebuild.place(number)
                 self.files[path, mode] = number
-                number += 1
+
+    def _check_room(self) -> None:
+        number = self.rebuild.numbers + max(
+            (len(p.descriptors) for p in self.capture.processes), default=0
+        )
         if number >= self.limits[7][1]:
             raise UnsupportedState(
                 f"restoring the tree needs {number} descriptors, more than RLIMIT_NOFILE",
@@ -252,7 +277,8 @@ class _Compiler:
         do.barrier(_GROUPS_EXIST, everybody, wait=not leads_group)
         if process is not None and not leads_group:
             do.call(nr.SETPGID, 0, process.pgid, what=f"setpgid({process.pgid})")
-        do.barrier(_JOINED, everybody, wait=task.dies or bool(task.stand_ins))
+        waits = task.dies or bool(task.stand_ins) or self._opens_own(process)
+        do.barrier(_JOINED, everybody, wait=waits)
         for stand_in in task.stand_ins:
             do.call(nr.WAIT4, stand_in.pid, 0, _WALL, 0, what="reap a stand-in")
         if process is None:
@@ -340,19 +366,35 @@ class _Compiler:
             do.call(nr.CHROOT, text(process.root.encode(errors="surrogateescape")), what="chroot")
 
     def _descriptors(self, do: Sequence, process: Process) -> None:
+        descriptions = self.capture.descriptions
+        sources: dict[int, int] = {}
+        for index in dict.fromkeys(d.description for d in process.descriptors):
+            own = kinds.BY_NAME[descriptions[index].kind].each
+            if own is not None:
+                # opened by the process itself, and kept out of the way for the moment
+                sources[index] = self.rebuild.numbers + len(sources)
+                own(self.rebuild, do, process, sources[index], descriptions[index])
         low = 0
         for descriptor in process.descriptors:
             if descriptor.number > low:
                 do.call(nr.CLOSE_RANGE, low, descriptor.number - 1, 0)
+            index = descriptor.description
             do.call(
                 nr.DUP3,
-                self.base + descriptor.description,
+                sources.get(index, self.rebuild.number(index)),
                 descriptor.number,
                 _O_CLOEXEC if descriptor.cloexec else 0,
                 what=f"fd {descriptor.number}",
             )
             low = descriptor.number + 1
         do.call(nr.CLOSE_RANGE, low, (1 << 32) - 1, 0)
+
+    def _opens_own(self, process: Process | None) -> bool:
+        """Whether it has descriptors that it must open itself, when every pid exists."""
+        return process is not None and any(
+            kinds.BY_NAME[self.capture.descriptions[d.description].kind].each is not None
+            for d in process.descriptors
+        )
 
     def _await_children(self, do: Sequence, process: Process) -> None:
         awaited = False

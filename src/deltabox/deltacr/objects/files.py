@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Sequence as Items
 
 from ...linux import numbers as nr
 from ...linux.openat2 import openat2
 from ..model import Description, Ghost
-from ..records import Program, Sequence
+from ..rebuild import Entry, Kind, Rebuild
+from ..subject import Refused, Subject
 
-_O_CLOEXEC = 0o2000000
 _O_PATH = 0o10000000
-_O_CREAT, _O_EXCL, _O_TRUNC, _O_NOCTTY, _O_ASYNC = 0o100, 0o200, 0o1000, 0o400, 0o20000
+_O_CREAT, _O_EXCL = 0o100, 0o200
 _O_TMPFILE_BIT = 0o20000000
 _O_NOFOLLOW = 0o400000
 _GHOST_LIMIT = 256 << 20
@@ -32,56 +33,38 @@ PROC_ROOTS = ("/proc/", "/sys/")
 _DELETED = " (deleted)"
 
 
-class Refused(Exception):
-    """The sentence's second half: what the descriptor is."""
-
-
-def open_flags(flags: int) -> int:
-    """Flags to open again with: those that create or that belong to the descriptor go."""
-    return flags & ~(_O_CREAT | _O_EXCL | _O_TRUNC | _O_NOCTTY | _O_CLOEXEC)
-
-
-def capture(
-    *,
-    root: int,
-    fd_path: str,
-    target: str,
-    flags: int,
-    position: int,
-    owner: int,
-) -> Description:
-    """Describe what `fd_path` (/proc/PID/fd/N) points to; `target` is its link text."""
-    info = os.stat(fd_path)
-    if flags & _O_ASYNC:
+def capture(subject: Subject, info: os.stat_result) -> Description:
+    """Describe an open file; `info` is its stat."""
+    root, target, flags = subject.table.root, subject.target, subject.flags
+    if "lock" in subject.facts:
+        raise Refused(f"{target}, with a lock")
+    if subject.sends_signals:
         raise Refused("a file that sends SIGIO")
     if flags & _O_PATH:
         check_name(root, target, info, follow=False)
-        return Description("path", flags & ~_O_CLOEXEC, 0, target)
+        return Description("path", flags, 0, target)
+    position = subject.position
     if stat.S_ISCHR(info.st_mode):
         device = (os.major(info.st_rdev), os.minor(info.st_rdev))
         if device not in DEVICES:
             raise Refused(f"the device {target} ({device[0]}:{device[1]})")
         check_name(root, target, info)
-        return Description("device", open_flags(flags), position, target)
+        return Description("device", flags, position, target)
     if stat.S_ISDIR(info.st_mode):
         if target.endswith(_DELETED) and info.st_nlink == 0:
             raise Refused(f"a deleted directory, {target}")
         check_name(root, target, info)
-        return Description("directory", open_flags(flags), position, target)
+        return Description("directory", flags, position, target)
     if not stat.S_ISREG(info.st_mode):
         raise Refused(f"of a kind that cannot be captured, {target}")
     if target.startswith(PROC_ROOTS):
         raise Refused(f"a kernel file, {target}")
     if info.st_nlink == 0:
-        return Description(
-            "file",
-            open_flags(flags) & ~_O_TMPFILE_BIT,
-            position,
-            target.removesuffix(_DELETED),
-            _ghost(root, fd_path, target, info, owner),
-        )
+        ghost = _ghost(root, subject.path, target, info, subject.table.owner)
+        name = target.removesuffix(_DELETED)
+        return Description("file", flags & ~_O_TMPFILE_BIT, position, name, ghost)
     check_name(root, target, info)
-    return Description("file", open_flags(flags), position, target)
+    return Description("file", flags, position, target)
 
 
 def check_name(root: int, target: str, info: os.stat_result, *, follow: bool = True) -> None:
@@ -135,46 +118,43 @@ def _is_free(root: int, path: str) -> bool:
     return False
 
 
-def restore(program: Program, do: Sequence, number: int, description: Description) -> None:
-    """Open in PID 1, as descriptor `number` that every process will inherit."""
-    opened = program.variable()
-    path = program.text(os.fsencode(description.path))
-    if description.ghost is not None:
-        _restore_ghost(program, do, number, description, description.ghost)
-        return
-    do.call(nr.OPENAT, -100, path, description.flags, save=opened, what=f"open {description.path}")
-    if description.position and description.kind in ("file", "directory"):
-        do.call(nr.LSEEK, opened, description.position, 0, what="lseek")
-    do.call(nr.DUP3, opened, number, _O_CLOEXEC)
-    do.call(nr.CLOSE, opened)
+def restore(rebuild: Rebuild, entries: Items[Entry]) -> None:
+    for number, description in entries:
+        if description.ghost is not None:
+            _restore_ghost(rebuild, number, description, description.ghost)
+        elif description.ghost_of >= 0:
+            # another description of a nameless file, through the link of the first
+            path = f"/proc/self/fd/{rebuild.number(description.ghost_of)}"
+            _open(rebuild, path, description.flags & ~_O_TMPFILE_BIT, description.position)
+            rebuild.place(number)
+        else:
+            _open(rebuild, description.path, description.flags, description.position)
+            rebuild.place(number)
 
 
-def restore_again(
-    program: Program, do: Sequence, number: int, original: int, description: Description
-) -> None:
-    """Another description of a nameless file, through the link of the first."""
-    opened = program.variable()
-    path = program.text(f"/proc/self/fd/{original}")
-    flags = description.flags & ~_O_TMPFILE_BIT
-    do.call(nr.OPENAT, -100, path, flags, save=opened, what="open a deleted file again")
-    if description.position:
-        do.call(nr.LSEEK, opened, description.position, 0)
-    do.call(nr.DUP3, opened, number, _O_CLOEXEC)
-    do.call(nr.CLOSE, opened)
+KIND = Kind(("file", "directory", "device", "path"), restore)
+
+
+def _open(rebuild: Rebuild, path: str, flags: int, position: int) -> None:
+    name = rebuild.program.text(os.fsencode(path))
+    opened = rebuild.opened
+    rebuild.init.call(nr.OPENAT, -100, name, flags, save=opened, what=f"open {path}")
+    if position and not flags & _O_PATH:
+        rebuild.init.call(nr.LSEEK, opened, position, 0, what=f"lseek {path}")
 
 
 _GHOST_PREFIX = "/.deltabox-ghost-"
 
 
-def _restore_ghost(
-    program: Program, do: Sequence, number: int, description: Description, ghost: Ghost
-) -> None:
+def _restore_ghost(rebuild: Rebuild, number: int, description: Description, ghost: Ghost) -> None:
     """Write the bytes to a file of the old name, open it as it was open, take its name away.
 
     Where another file has the name by now, one of ours is used, and the descriptor's link differs.
     """
-    name = program.text(os.fsencode(ghost.name or f"{_GHOST_PREFIX}{number}"))
-    made, opened = program.variable(), program.variable()
+    program, do = rebuild.program, rebuild.init
+    path = ghost.name or f"{_GHOST_PREFIX}{number}"
+    name = program.text(os.fsencode(path))
+    made = program.variable()
     do.call(nr.OPENAT, -100, name, 2 | _O_CREAT | _O_EXCL, 0o600, save=made, what="make ghost")
     position = 0
     while position < len(ghost.content):
@@ -183,10 +163,7 @@ def _restore_ghost(
         position += len(part)
     do.call(93, made, ghost.uid, ghost.gid)  # fchown
     do.call(91, made, ghost.mode)  # fchmod
-    do.call(nr.OPENAT, -100, name, description.flags, save=opened, what="open ghost")
-    if description.position:
-        do.call(nr.LSEEK, opened, description.position, 0)
-    do.call(nr.DUP3, opened, number, _O_CLOEXEC)
-    do.call(nr.CLOSE, opened)
+    _open(rebuild, path, description.flags, description.position)
+    rebuild.place(number)
     do.call(nr.CLOSE, made)
     do.call(nr.UNLINK, name)
