@@ -85,7 +85,7 @@ class _Capturing:
         self.owner = owner
         self.waits = waits
         self.names = Names(live.root, base, born)
-        self.table = DescriptorTable(live.root, owner, externals)
+        self.table = DescriptorTable(live.root, owner, externals, live.find)
         self.namespaces = {
             name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
         }
@@ -99,10 +99,12 @@ class _Capturing:
         self.table.inside.update(inside)
         try:
             found = [self._process(pid, inside) for pid in self.frozen.threads]
+            zombies = self._zombies(inside)
+            self.table.inside |= {z.host_pid: z.pid for z in zombies}
             self.table.settle()
         finally:
             self.table.close()
-        found += self._zombies(inside)
+        found += zombies
         processes = tuple(sorted(found, key=lambda p: p.pid))
         return Capture(
             processes,

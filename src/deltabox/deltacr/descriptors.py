@@ -13,35 +13,40 @@ import fcntl
 import os
 import stat as modes
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
 from ..errors import UnsupportedState
+from . import kinds
+from .live import FindFile
 from .model import Description, Descriptor, Owner, Pipe
-from .objects import events, files, pipes
+from .objects import epoll, events, files, inotify, pidfds, pipes
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
 _ANONYMOUS: dict[str, Callable[[Subject], Description]] = {
     "[eventfd]": events.capture_eventfd,
     "[timerfd]": events.capture_timerfd,
     "[signalfd]": events.capture_signalfd,
+    "[eventpoll]": epoll.capture,
+    "inotify": inotify.capture,
+    "[pidfd]": pidfds.capture,
 }
 _REFUSED = {
-    "[eventpoll]": "an epoll instance",
-    "inotify": "an inotify instance",
     "[fanotify]": "a fanotify group",
     "[io_uring]": "an io_uring instance",
     "[userfaultfd]": "a userfaultfd",
     "[perf_event]": "a perf event",
-    "[pidfd]": "a pidfd",
     "[aio]": "an aio context",
     "bpf-prog": "a BPF program",
     "bpf-map": "a BPF map",
     "[fscontext]": "a mount under construction",
     "seccomp notify": "a seccomp listener",
 }
-_SETTLE: dict[str, Callable[[Subject, Description], Description]] = {}
+_SETTLE: dict[str, Callable[[Subject, Description], Description]] = {
+    "epoll": epoll.settle,
+    "pidfd": pidfds.settle,
+}
 
 _F_GETSIG, _F_GETOWN_EX = 11, 16
 
@@ -49,11 +54,18 @@ _F_GETSIG, _F_GETOWN_EX = 11, 16
 class DescriptorTable:
     """Grows with each process that is captured; indexes into it are what descriptors hold."""
 
-    def __init__(self, root: int, owner: int, externals: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        root: int,
+        owner: int,
+        externals: Mapping[int, str],
+        find_file: FindFile,
+    ) -> None:
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
         self.root = root  # a descriptor of the sandbox's root directory
         self.owner = owner  # the host uid of root inside
+        self.find_file = find_file  # the path of a file handle of the sandbox's root
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
         self._externals = externals
         self._ghosts: dict[tuple[int, int], int] = {}
@@ -78,6 +90,21 @@ class DescriptorTable:
     def find(self, host: int, number: int) -> int | None:
         """The index of what a process that has been seen holds as descriptor `number`."""
         return self._index.get((host, number))
+
+    def index_of(self, subject: Subject) -> int:
+        """The index of the description of a descriptor that has been seen."""
+        return self._index[subject.host, subject.number]
+
+    def candidates(self, host: int, number: int, inode: int) -> Iterator[Subject]:
+        """One descriptor of each description that may be what a process once had as `number`."""
+        index = self.find(host, number)
+        found = [s for same in self._seen.values() for s in same]
+        found.sort(key=lambda s: self.index_of(s) != index)  # its own one first
+        return (s for s in found if s.fact("ino", "0") == str(inode))
+
+    def is_own(self, index: int) -> bool:
+        """Whether a description is opened by each process itself, not by PID 1."""
+        return kinds.BY_NAME[self.descriptions[index].kind].each is not None
 
     def adopt(self, fd: int, refuse: Refuse) -> int:
         """The index of a description that only a queue holds; `fd` is the keeper's, and taken."""

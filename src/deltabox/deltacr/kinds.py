@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .objects import events, files, pipes
+from .objects import epoll, events, files, inotify, pidfds, pipes
 from .rebuild import Kind
 
 KINDS: tuple[Kind, ...] = (
@@ -10,5 +10,8 @@ KINDS: tuple[Kind, ...] = (
     files.KIND,
     pipes.KIND,
     *events.KINDS,
+    *pidfds.KINDS,
+    epoll.KIND,
+    inotify.KIND,  # last, or it would see the others being made
 )
 BY_NAME = {name: kind for kind in KINDS for name in kind.names}

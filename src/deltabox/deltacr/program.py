@@ -25,7 +25,7 @@ from ..linux import numbers as nr
 from . import boot, frame, kinds, memory
 from .boot import World
 from .model import Capture, Process, Thread
-from .objects import credentials, signals, timers
+from .objects import credentials, epoll, signals, timers
 from .rebuild import Entry, Rebuild, nothing
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
 from .stash import Stash
@@ -76,7 +76,9 @@ class _Compiler:
         self.world = World(capture.hostname, capture.domainname, network)
         self.root = arrange(capture)
         self.tasks = everyone(self.root)
-        highest = max((d.number for p in capture.processes for d in p.descriptors), default=2)
+        numbers = [d.number for p in capture.processes for d in p.descriptors]
+        numbers += [epoll.highest(d) for d in capture.descriptions if d.kind == "epoll"]
+        highest = max(numbers, default=2)
         self.init = self.program.sequence("PID 1")
         self.rebuild = Rebuild(
             self.program, self.init, capture, max(highest + 1, 64 + len(self.program.inputs))
@@ -388,6 +390,13 @@ class _Compiler:
             )
             low = descriptor.number + 1
         do.call(nr.CLOSE_RANGE, low, (1 << 32) - 1, 0)
+        added: set[int] = set()
+        for descriptor in process.descriptors:
+            description = descriptions[descriptor.description]
+            if description.kind == "epoll" and descriptor.description not in added:
+                added.add(descriptor.description)
+                for watch in epoll.own_watches(description, process.pid):
+                    epoll.add(self.rebuild, do, descriptor.number, watch)
 
     def _opens_own(self, process: Process | None) -> bool:
         """Whether it has descriptors that it must open itself, when every pid exists."""
