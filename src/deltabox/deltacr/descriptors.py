@@ -16,12 +16,16 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 
 from ..errors import UnsupportedState
+from ..linux import unix_diag
+from ..linux.namespace import network_of
+from ..linux.unix_diag import UnixInfo
 from . import kinds
 from .live import FindFile
 from .model import Description, Descriptor, Owner, Pipe
-from .objects import epoll, events, files, inotify, pidfds, pipes
+from .objects import epoll, events, files, inotify, pidfds, pipes, sockets, unix
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
 _ANONYMOUS: dict[str, Callable[[Subject], Description]] = {
@@ -46,6 +50,10 @@ _REFUSED = {
 _SETTLE: dict[str, Callable[[Subject, Description], Description]] = {
     "epoll": epoll.settle,
     "pidfd": pidfds.settle,
+    "unix socket": unix.settle,
+}
+_CHECK: dict[str, Callable[[Subject, Description], None]] = {
+    "unix socket": unix.check,
 }
 
 _F_GETSIG, _F_GETOWN_EX = 11, 16
@@ -60,6 +68,7 @@ class DescriptorTable:
         owner: int,
         externals: Mapping[int, str],
         find_file: FindFile,
+        init: int,
     ) -> None:
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
@@ -67,12 +76,16 @@ class DescriptorTable:
         self.owner = owner  # the host uid of root inside
         self.find_file = find_file  # the path of a file handle of the sandbox's root
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
+        self._init = init  # PID 1's host pid
         self._externals = externals
         self._ghosts: dict[tuple[int, int], int] = {}
         self._pipe_index: dict[int, int] = {}
         self._seen: dict[tuple[str, str, int], list[Subject]] = {}
         self._index: dict[tuple[int, int], int] = {}
-        self._settling: list[tuple[Subject, int, Refuse]] = []
+        self._settling: list[tuple[Subject, int]] = []
+        self.unix_holders: dict[int, Subject] = {}  # by inode number
+        self.unknown_peers: dict[int, list[int]] = {}
+        self.asked_peers: dict[tuple[int, int], int] = {}  # (host, fd) -> pid inside
         self._adopted = ExitStack()
 
     def close(self) -> None:
@@ -82,8 +95,8 @@ class DescriptorTable:
     def of_process(self, host: int, refuse: Refuse) -> tuple[Descriptor, ...]:
         out = []
         for number in sorted(int(name) for name in os.listdir(f"/proc/{host}/fd")):
-            subject = Subject.look(host, number, self)
-            index = self._enter(subject, refuse)
+            subject = Subject.look(host, number, self, refuse)
+            index = self._enter(subject)
             out.append(Descriptor(number, index, bool(subject.raw_flags & O_CLOEXEC)))
         return tuple(out)
 
@@ -106,16 +119,40 @@ class DescriptorTable:
         """Whether a description is opened by each process itself, not by PID 1."""
         return kinds.BY_NAME[self.descriptions[index].kind].each is not None
 
-    def adopt(self, fd: int, refuse: Refuse) -> int:
-        """The index of a description that only a queue holds; `fd` is the keeper's, and taken."""
+    def adopt(self, fd: int, holder: Subject) -> int:
+        """The index of what is in flight in a queue of `holder`; `fd` is ours, and taken."""
         self._adopted.callback(os.close, fd)
-        return self._enter(Subject.look(os.getpid(), fd, self), refuse)
+        return self._enter(Subject.look(os.getpid(), fd, self, holder.refuse))
+
+    @cached_property
+    def unix_sockets(self) -> dict[int, UnixInfo]:
+        """All unix sockets of the sandbox's network namespace, by inode number."""
+        with network_of(self._init):
+            return unix_diag.dump()
+
+    @cached_property
+    def unaccepted(self) -> set[int]:
+        """Inode numbers of unix sockets that have connected and wait to be accepted."""
+        return {inode for info in self.unix_sockets.values() for inode in info.waiting}
+
+    @property
+    def unix_states(self) -> list[unix.Unix]:
+        return [d.state for d in self.descriptions if d.kind == "unix socket"]
+
+    @property
+    def unix_known(self) -> set[int]:
+        return {state.inode for state in self.unix_states}
+
+    def ask_peer(self, subject: Subject, pid: int) -> None:
+        """A peer's maker has this host pid; if it has gone, only the process itself is told it."""
+        if pid and pid not in self.inside:
+            self.unknown_peers.setdefault(subject.host, []).append(subject.number)
 
     def settle(self) -> None:
         """Resolve what refers to other descriptions; this may find new ones in queues."""
         done = 0
         while done < len(self._settling):
-            subject, index, refuse = self._settling[done]
+            subject, index = self._settling[done]
             done += 1
             found = self.descriptions[index]
             try:
@@ -124,10 +161,17 @@ class DescriptorTable:
                 if subject.sends_signals:
                     found = replace(found, owner=self._owner_of(subject))
             except Refused as refused:
-                raise self._refused(subject, refuse, str(refused)) from None
+                raise self._refused(subject, str(refused)) from None
             self.descriptions[index] = found
+        for subject, index in self._settling:
+            description = self.descriptions[index]
+            if description.kind in _CHECK:
+                try:
+                    _CHECK[description.kind](subject, description)
+                except Refused as refused:
+                    raise self._refused(subject, str(refused)) from None
 
-    def _enter(self, subject: Subject, refuse: Refuse) -> int:
+    def _enter(self, subject: Subject) -> int:
         key = (subject.target, subject.fact("ino", "0"), subject.raw_flags & ~O_CLOEXEC)
         for other in self._seen.get(key, ()):
             if subject.is_same_file(other.host, other.number):
@@ -137,17 +181,17 @@ class DescriptorTable:
         try:
             description = self._describe(subject)
         except Refused as refused:
-            raise self._refused(subject, refuse, str(refused)) from None
+            raise self._refused(subject, str(refused)) from None
         index = len(self.descriptions)
         self.descriptions.append(description)
         self._index[subject.host, subject.number] = index
         self._seen.setdefault(key, []).append(subject)
         if description.kind in _SETTLE or subject.sends_signals:
-            self._settling.append((subject, index, refuse))
+            self._settling.append((subject, index))
         return index
 
-    def _refused(self, subject: Subject, refuse: Refuse, kind: str) -> UnsupportedState:
-        error = refuse("", kind)
+    def _refused(self, subject: Subject, kind: str) -> UnsupportedState:
+        error = subject.refuse("", kind)
         error.message = (
             f"fd {subject.number} of pid {error.attributes['pid']} "
             f"({error.attributes['process']}) is {kind}"
@@ -167,7 +211,7 @@ class DescriptorTable:
                 raise Refused("a pipe in packet mode")
             return Description("pipe", flags, pipe=self._pipe(subject, inode))
         if target.startswith("socket:["):
-            raise Refused("a socket")
+            return sockets.capture(subject)
         if target.startswith("anon_inode:"):
             name = target.removeprefix("anon_inode:")
             if name in _ANONYMOUS:

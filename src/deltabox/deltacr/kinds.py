@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .objects import epoll, events, files, inotify, pidfds, pipes
+from .objects import epoll, events, files, inotify, pidfds, pipes, unix_wiring
 from .rebuild import Kind
 
 KINDS: tuple[Kind, ...] = (
@@ -10,6 +10,7 @@ KINDS: tuple[Kind, ...] = (
     files.KIND,
     pipes.KIND,
     *events.KINDS,
+    unix_wiring.KIND,
     *pidfds.KINDS,
     epoll.KIND,
     inotify.KIND,  # last, or it would see the others being made

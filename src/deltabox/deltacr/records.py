@@ -60,6 +60,7 @@ SCRATCH = 65536
 
 MAY_FAIL = 1
 LATE = 2
+EXPECT = 4
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,10 @@ class Sequence:
         number: int = 0,
         save: Var | None = None,
         may_fail: bool = False,
+        expects: bool = False,
         what: str = "",
     ) -> None:
-        flags = (MAY_FAIL if may_fail else 0) | (LATE if self.late else 0)
+        flags = MAY_FAIL * may_fail | LATE * self.late | EXPECT * expects
         slot = None if save is None else save.index
         self._records.append((op, flags, slot, number, arguments, what))
 
@@ -122,10 +124,24 @@ class Sequence:
         *arguments: Argument,
         save: Var | None = None,
         may_fail: bool = False,
+        expect: int | None = None,
         what: str = "",
     ) -> None:
-        """A system call; `what` names it in the error when it fails."""
-        self._add(Op.CALL, *arguments, number=number, save=save, may_fail=may_fail, what=what)
+        """A system call; `what` names it in the error when it fails.
+
+        With `expect` any other result is a failure too (EIO): part of a write is not enough.
+        """
+        if expect is not None:
+            arguments = (*arguments, *(0,) * (5 - len(arguments)), expect)
+        self._add(
+            Op.CALL,
+            *arguments,
+            number=number,
+            save=save,
+            may_fail=may_fail,
+            expects=expect is not None,
+            what=what,
+        )
 
     def clone(self, arguments: Ref, body: Sequence, *, save: Var | None = None) -> None:
         """clone3(2); the child runs `body` on the stack named in the clone_args."""
