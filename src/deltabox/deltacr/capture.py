@@ -9,7 +9,6 @@ has been changed.
 from __future__ import annotations
 
 import os
-import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,7 +37,6 @@ from .subject import Refuse
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
 _PR_GET_TIMERSLACK, _PR_GET_CHILD_SUBREAPER, _PR_GET_TID_ADDRESS = 30, 37, 40
 _PR_GET_THP_DISABLE = 42
-_SO_PEERCRED = 17
 _RLIMITS = range(16)
 # Fields of a thread that are restored on the last steps, after a stopped job has stopped.
 _SET_LAST = ("registers", "xstate", "sigmask", "altstack", "rseq", "memory")
@@ -87,7 +85,7 @@ class _Capturing:
         self.owner = owner
         self.waits = waits
         self.names = Names(live.root, base, born)
-        self.table = DescriptorTable(live.root, owner, externals, live.find, live.init)
+        self.table = DescriptorTable(live, owner, externals)
         self.namespaces = {
             name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
         }
@@ -180,7 +178,6 @@ class _Capturing:
             ) as injection:
                 mine = self._ask_process(host, injection, refuse)
                 answers = {tid: self._ask_thread(tid, injection) for tid in tids}
-                self._ask_peers(host, injection)
             actions, itimers, posix, asked, limits = mine
             pending = tuple(ptrace.pending(host, shared=True))
             partial = Process(pid, host, 0, 0, 0, 0, b"", sigactions=actions, pending=pending)
@@ -353,16 +350,6 @@ class _Capturing:
             asked,
             limits,
         )
-
-    def _ask_peers(self, host: int, injection: Injection) -> None:
-        """The pids of processes that have ended, as the maker of a socket is known inside."""
-        for number in self.table.unknown_peers.pop(host, ()):
-            injection.write(16, struct.pack("<I", 12))
-            data = injection.data
-            injection.run(
-                host, [(nr.GETSOCKOPT, number, socket.SOL_SOCKET, _SO_PEERCRED, data, data + 16)]
-            )
-            self.table.asked_peers[host, number] = struct.unpack("<i", injection.read(0, 4))[0]
 
     def _ask_thread(self, tid: int, injection: Injection) -> tuple[bytes, int, int, int, int]:
         data = injection.data

@@ -23,7 +23,7 @@ from ..linux import unix_diag
 from ..linux.namespace import network_of
 from ..linux.unix_diag import UnixInfo
 from . import kinds
-from .live import FindFile
+from .live import Live
 from .model import Description, Descriptor, Owner, Pipe
 from .objects import epoll, events, files, inotify, pidfds, pipes, sockets, unix
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
@@ -64,19 +64,17 @@ class DescriptorTable:
 
     def __init__(
         self,
-        root: int,
+        live: Live,
         owner: int,
         externals: Mapping[int, str],
-        find_file: FindFile,
-        init: int,
     ) -> None:
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
-        self.root = root  # a descriptor of the sandbox's root directory
+        self.root = live.root  # a descriptor of the sandbox's root directory
         self.owner = owner  # the host uid of root inside
-        self.find_file = find_file  # the path of a file handle of the sandbox's root
+        self.find_file = live.find  # the path of a file handle of the sandbox's root
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
-        self._init = init  # PID 1's host pid
+        self._live = live
         self._externals = externals
         self._ghosts: dict[tuple[int, int], int] = {}
         self._pipe_index: dict[int, int] = {}
@@ -84,8 +82,8 @@ class DescriptorTable:
         self._index: dict[tuple[int, int], int] = {}
         self._settling: list[tuple[Subject, int]] = []
         self.unix_holders: dict[int, Subject] = {}  # by inode number
-        self.unknown_peers: dict[int, list[int]] = {}
-        self.asked_peers: dict[tuple[int, int], int] = {}  # (host, fd) -> pid inside
+        self._unknown_peers: list[Subject] = []
+        self._peer_pids: dict[tuple[int, int], int] = {}  # (host, fd) -> pid inside
         self._adopted = ExitStack()
 
     def close(self) -> None:
@@ -127,7 +125,7 @@ class DescriptorTable:
     @cached_property
     def unix_sockets(self) -> dict[int, UnixInfo]:
         """All unix sockets of the sandbox's network namespace, by inode number."""
-        with network_of(self._init):
+        with network_of(self._live.init):
             return unix_diag.dump()
 
     @cached_property
@@ -143,10 +141,29 @@ class DescriptorTable:
     def unix_known(self) -> set[int]:
         return {state.inode for state in self.unix_states}
 
-    def ask_peer(self, subject: Subject, pid: int) -> None:
-        """A peer's maker has this host pid; if it has gone, only the process itself is told it."""
-        if pid and pid not in self.inside:
-            self.unknown_peers.setdefault(subject.host, []).append(subject.number)
+    def peer_pid(self, subject: Subject, pid: int) -> int:
+        """The pid inside of the maker of a socket's peer; the kernel tells us that of the host.
+
+        A process that has ended is known inside only; so is a task that made a socket for a
+        restore, and every socket of a restored tree was made by one.
+        """
+        if pid in self.inside:
+            return self.inside[pid]
+        place = (subject.host, subject.number)
+        if place not in self._peer_pids:
+            asked = [s for s in self._unknown_peers if (s.host, s.number) not in self._peer_pids]
+            asked = list({(s.host, s.number): s for s in (*asked, subject)}.values())
+            with ExitStack() as taken:
+                fds = [taken.enter_context(s.taken()) for s in asked]
+                pids = self._live.peer_pids(fds)
+            self._peer_pids |= {
+                (s.host, s.number): found for s, found in zip(asked, pids, strict=True)
+            }
+        return self._peer_pids[place]
+
+    def will_ask(self, subject: Subject) -> None:
+        """Remember a socket whose `peer_pid` is going to be asked, to ask for all at once."""
+        self._unknown_peers.append(subject)
 
     def settle(self) -> None:
         """Resolve what refers to other descriptions; this may find new ones in queues."""

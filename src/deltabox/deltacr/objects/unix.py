@@ -101,7 +101,7 @@ def capture(subject: Subject, sock: socket.socket) -> Description:
     if sock.type == DGRAM and info.peer == 0 and peer_name:
         raise Refused(f"a unix socket connected to {_shown(peer_name)}, which has been closed")
     if listening or info.peer is not None:
-        subject.table.ask_peer(subject, _peer_pid(sock))
+        subject.table.will_ask(subject)
     return Description(
         "unix socket",
         subject.flags,
@@ -131,13 +131,6 @@ def _name(value: object) -> bytes:
 
 def _shown(name: bytes) -> str:
     return os.fsdecode(name.replace(b"\0", b"@"))
-
-
-def _peer_pid(sock: socket.socket) -> int:
-    pid: int = struct.unpack_from("<i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[
-        0
-    ]
-    return pid
 
 
 def _place(subject: Subject, sock: socket.socket, name: bytes) -> Place:
@@ -278,7 +271,7 @@ def _credentials(subject: Subject, sock: socket.socket) -> Who | None:
     if not pid:
         return None
     table = subject.table
-    inside = table.inside.get(pid) or table.asked_peers.get((subject.host, subject.number), 0)
+    inside = table.peer_pid(subject, pid)
     if not inside:
         raise Refused("a unix socket whose other end was made outside the sandbox")
     return Who(inside, uid - table.owner, gid - table.owner)
