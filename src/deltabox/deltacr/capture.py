@@ -30,9 +30,10 @@ from .model import (
     Process,
     Thread,
 )
+from .model import Mapping as Vma
 from .names import Names
 from .objects import credentials, signals, timers
-from .subject import Refuse
+from .subject import Refuse, Refused
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
 _PR_GET_TIMERSLACK, _PR_GET_CHILD_SUBREAPER, _PR_GET_TID_ADDRESS = 30, 37, 40
@@ -60,13 +61,18 @@ def capture(
     waits: Waits,
     base: int,
     born: float,
-) -> Capture:
-    """Everything but the pages themselves. Raises UnsupportedState.
+) -> tuple[Capture, list[int]]:
+    """Everything but the pages themselves, and files with shared memory. Raises UnsupportedState.
 
     `base` is a descriptor of the base's root (-1: none); `born` the time.time() of the tree's
     first moment, before which every inode change belongs to the base.
     """
-    return _Capturing(live, frozen, owner, externals, waits, base, born).whole()
+    capturing = _Capturing(live, frozen, owner, externals, waits, base, born)
+    try:
+        return capturing.whole(), capturing.table.shared.copies
+    except BaseException:
+        capturing.table.shared.close()
+        raise
 
 
 class _Capturing:
@@ -110,6 +116,7 @@ class _Capturing:
             processes,
             tuple(self.table.descriptions),
             tuple(self.table.pipes),
+            tuple(self.table.shared.found),
             self.survey.last_pid,
             self.survey.hostname,
             self.survey.domainname,
@@ -163,6 +170,7 @@ class _Capturing:
 
         mappings, vdso, gap = memory.mappings(host, refuse)
         self.names.mapped(host, mappings, refuse)
+        mappings = [self._shared(host, m, refuse) for m in mappings]
         mappings = [
             replace(m, of_base=True)
             if m.pages and m.kind == "file" and self.names.is_pristine(m)
@@ -258,6 +266,14 @@ class _Capturing:
                 self.coredump_filter, proc.read(f"/proc/{host}/coredump_filter"), 16
             ),
         )
+
+    def _shared(self, host: int, mapping: Vma, refuse: Refuse) -> Vma:
+        if mapping.kind != "memory":
+            return mapping
+        try:
+            return replace(mapping, memory=self.table.shared.of_mapping(host, mapping))
+        except Refused as refused:
+            raise refuse(f"maps {refused}", "mapping") from None
 
     def _still_to_resume(self, pid: int, threads: tuple[Thread, ...]) -> Process | None:
         """The captured process that a restored, stopped one will become when it is continued.

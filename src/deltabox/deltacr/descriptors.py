@@ -26,6 +26,7 @@ from . import kinds
 from .live import Live
 from .model import Description, Descriptor, Owner, Pipe
 from .objects import epoll, events, files, inotify, pidfds, pipes, sockets, unix
+from .objects.shared_memory import SharedMemories
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
 _ANONYMOUS: dict[str, Callable[[Subject], Description]] = {
@@ -74,6 +75,7 @@ class DescriptorTable:
         self.owner = owner  # the host uid of root inside
         self.find_file = live.find  # the path of a file handle of the sandbox's root
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
+        self.shared = SharedMemories(owner)
         self._live = live
         self._externals = externals
         self._ghosts: dict[tuple[int, int], int] = {}
@@ -235,7 +237,7 @@ class DescriptorTable:
                 return _ANONYMOUS[name](subject)
             raise Refused(_REFUSED.get(name, f"an anonymous kernel object, {name}"))
         if target.startswith("/memfd:"):
-            raise Refused("a memfd")
+            return self.shared.of_descriptor(subject)
         if target.startswith(("/dev/pts/", "/dev/ptmx")) or target == "/dev/tty":
             raise Refused("a terminal")
         if not target.startswith("/"):

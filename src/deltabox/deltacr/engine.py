@@ -178,8 +178,10 @@ class Tree:
         """The checkpoint's tree, built and waiting at its barrier; `Live.release` lets it run."""
         if template.sealed is None or template.pid is None:
             raise RollbackError("the checkpoint holds no process state")
+        holders = {f"shared{index}": fd for index, fd in enumerate(template.shared)}
+        inputs = {**externals, **holders}
         try:
-            live = self._start(template, template.sealed, template.pid, root_mount, externals)
+            live = self._start(template, template.sealed, template.pid, root_mount, inputs)
         except (ProgramFailed, PeerGone, OSError) as error:
             raise RollbackError(f"the tree could not be rebuilt: {error}") from error
         live.origin = template.capture

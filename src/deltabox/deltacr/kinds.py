@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from .objects import epoll, events, files, inotify, pidfds, pipes, unix_wiring
+from .objects import epoll, events, files, inotify, pidfds, pipes, shared_memory, unix_wiring
 from .rebuild import Kind
 
 KINDS: tuple[Kind, ...] = (
     pipes.EXTERNAL,
     files.KIND,
     pipes.KIND,
+    shared_memory.KIND,
     *events.KINDS,
     unix_wiring.KIND,
     *pidfds.KINDS,

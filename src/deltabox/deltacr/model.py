@@ -62,7 +62,7 @@ class Mapping:
     prot: int
     shared: bool
     offset: int
-    kind: Literal["anonymous", "file", "vdso"]
+    kind: Literal["anonymous", "file", "memory", "vdso"]
     path: str  # of the file; the name of an [anon:...] mapping
     may_write: bool
     flags: frozenset[str]  # VmFlags of smaps
@@ -70,6 +70,7 @@ class Mapping:
     inode: int = 0
     of_base: bool = False  # a private mapping of a file that is the base's, unchanged
     pages: tuple[tuple[int, int], ...] = ()
+    memory: int = -1  # index into Capture.shared of shared memory without a file
 
     @property
     def size(self) -> int:
@@ -202,6 +203,7 @@ class Capture:
     processes: tuple[Process, ...]
     descriptions: tuple[Description, ...]
     pipes: tuple[Pipe, ...]
+    shared: tuple[Any, ...]  # SharedMemory
     last_pid: int
     hostname: bytes
     domainname: bytes

@@ -25,7 +25,7 @@ from ..linux import numbers as nr
 from . import boot, frame, kinds, memory
 from .boot import World
 from .model import Capture, Process, Thread
-from .objects import credentials, epoll, signals, timers
+from .objects import credentials, epoll, shared_memory, signals, timers
 from .rebuild import Entry, Rebuild, nothing
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
 from .stash import Stash
@@ -72,7 +72,7 @@ class _Compiler:
         self.limits = limits
         self.nice = nice
         self.keys = external_inputs(capture)
-        self.program = Program(*boot.FIRST_INPUTS, *self.keys)
+        self.program = Program(*boot.FIRST_INPUTS, *self.keys, *(s.holder for s in capture.shared))
         self.world = World(capture.hostname, capture.domainname, network)
         self.root = arrange(capture)
         self.tasks = everyone(self.root)
@@ -93,6 +93,7 @@ class _Compiler:
         program, init = self.program, self.init
         pid = boot.first_process(program, init, self.world)
         boot.settle(program, init, self.world)
+        shared_memory.make(self.rebuild)
         self._descriptions("open")
         self._open_mapped(init)
         self._descriptions("link")
@@ -113,9 +114,10 @@ class _Compiler:
         self._descriptions("joined")
         self._owners()
         clocks = self._starting()
+        init.barrier(_READY, self.running + 1)
+        shared_memory.finish(self.rebuild)
         if not clocks:
             self._close_all()
-        init.barrier(_READY, self.running + 1)
         self._set_last_pid(init)
         signal_fd = boot.answer_ready(program, init)
         buffer = program.data(bytes(8))
@@ -148,7 +150,7 @@ class _Compiler:
     def _close_all(self) -> None:
         """PID 1 itself keeps nothing of what the processes have open."""
         self.init.call(nr.CLOSE_RANGE, self.rebuild.base, (1 << 32) - 1, 0)
-        for key in self.keys:
+        for key in (*self.keys, *(s.holder for s in self.capture.shared)):
             self.init.call(nr.CLOSE, self.program.inputs[key])
 
     def _owners(self) -> None:
@@ -304,7 +306,7 @@ class _Compiler:
 
     def _live(self, do: Sequence, process: Process) -> None:
         program = self.program
-        memory.restore(program, do, process, self.stash, self.files)
+        memory.restore(self.rebuild, do, process, self.stash, self.files)
         self._frames(do, process)
         memory.drop_inherited(program, do)
         assert process.layout is not None
