@@ -32,7 +32,7 @@ from .model import (
 )
 from .model import Mapping as Vma
 from .names import Names
-from .objects import credentials, signals, timers
+from .objects import credentials, remains, signals, timers
 from .subject import Refuse, Refused
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
@@ -474,9 +474,18 @@ class _Capturing:
                             exit_signal=stat.exit_signal,
                             comm=os.fsencode(stat.comm),
                             zombie=stat.exit_code,
+                            remains=self._remains(pid, stat.comm),
                         )
                     )
         return found
+
+    def _remains(self, host: int, comm: str) -> remains.Remains:
+        try:
+            return remains.capture(host, self.owner)
+        except credentials.Refused as refused:
+            raise UnsupportedState(
+                f"the ended process {comm} had an {refused}", process=comm, object="credentials"
+            ) from None
 
 
 def _unless(common: bytes, own: bytes, base: int) -> int | None:

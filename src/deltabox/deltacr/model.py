@@ -174,6 +174,7 @@ class Process:
     exit_signal: int
     comm: bytes
     zombie: int | None = None  # wait status
+    remains: Any = None  # Remains, of a zombie
     stopped: int = 0  # the signal that stopped it
     stop_reported: bool = False  # its parent has seen that
     threads: tuple[Thread, ...] = ()

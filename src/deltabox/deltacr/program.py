@@ -25,7 +25,7 @@ from ..linux import numbers as nr
 from . import boot, frame, kinds, memory
 from .boot import World
 from .model import Capture, Process, Thread
-from .objects import credentials, epoll, shared_memory, signals, timers
+from .objects import credentials, epoll, remains, shared_memory, signals, timers
 from .rebuild import Entry, Rebuild, nothing
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
 from .stash import Stash
@@ -295,14 +295,15 @@ class _Compiler:
     def _die(self, do: Sequence, process: Process) -> None:
         """Become a zombie with the captured wait status."""
         assert process.zombie is not None
-        do.call(nr.PRCTL, _PR_SET_NAME, self.program.text(process.comm[:15]))
-        number = process.zombie & 0x7F
-        if number:
-            none = self.program.data(bytes(16))
-            do.call(nr.PRLIMIT64, 0, 4, none, 0)  # no core of ours
-            do.call(nr.RT_SIGPROCMASK, 2, none, 0, 8)
-            do.call(nr.KILL, process.pid, number)
-        do.call(231, process.zombie >> 8 & 0xFF)
+        remains.restore(
+            self.program,
+            do,
+            process.pid,
+            process.comm,
+            process.zombie,
+            process.remains,
+            self.limits,
+        )
 
     def _live(self, do: Sequence, process: Process) -> None:
         program = self.program
