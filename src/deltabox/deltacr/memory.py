@@ -4,6 +4,11 @@ Private pages are the template's business (stash.py); here is everything around 
 mappings are moved into place from the stash, files are mapped again, and what /proc/PID/smaps tells
 of each mapping is set again with madvise(2).  Facts that have no place in a rebuilt mapping are
 refused by name.
+
+Memory that its owner wants wiped in a child (MADV_WIPEONFORK, and MAP_DROPPABLE, which the kernel
+itself may drop at any time) is never saved: a rebuilt process finds zeros there, as a child of
+fork(2) does.  That is how user-space random generators learn that they have become two, and a
+rollback makes two of them out of one as well, one after the other.
 """
 
 from __future__ import annotations
@@ -49,8 +54,8 @@ _REFUSED_FLAGS = {
 }
 # VmFlags -> advice of madvise(2) that sets them again
 _ADVICE = {"rr": 1, "sr": 2, "dc": 10, "mg": 12, "hg": 14, "nh": 15, "dd": 16, "wf": 18}
-_IOV_MAX = 1024
-_MADV_DONTNEED = 4
+_WIPED = frozenset({"wf", "dp"})  # VM_WIPEONFORK, VM_DROPPABLE
+_MAP_DROPPABLE = 0x08  # in place of MAP_PRIVATE (uapi/linux/mman.h)
 _PR_SET_VMA = 0x53564D41
 _DELETED = " (deleted)"
 
@@ -67,7 +72,7 @@ def mappings(host: int, refuse: Refuse) -> tuple[list[Mapping], int, int]:
                 continue
             if mapping.path == "[vdso]":
                 vdso = mapping.start
-            if mapping.kind != "vdso" and not mapping.shared:
+            if mapping.kind != "vdso" and not mapping.shared and not mapping.flags & _WIPED:
                 pages = pagemap.private_pages(fd, mapping.start, mapping.end)
                 mapping = replace(mapping, pages=tuple(pages))
             found.append(mapping)
@@ -189,6 +194,8 @@ def restore(
                 do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
         elif mapping.kind == "anonymous":
             flags = fixed | mmap.MAP_ANONYMOUS | map_flags(mapping)
+            if "dp" in mapping.flags:
+                flags = flags & ~mmap.MAP_PRIVATE | _MAP_DROPPABLE
             do.call(nr.MMAP, start, size, prot, flags, -1, 0, what=f"map {name}")
         else:
             fd = opened[mapping.path, open_mode(mapping)]
@@ -220,6 +227,8 @@ def advise(do: Sequence, process: Process) -> None:
     for mapping in process.mappings:
         for flag, advice in _ADVICE.items():
             if flag in mapping.flags and mapping.kind != "vdso":
+                if "dp" in mapping.flags and flag in ("wf", "dd"):
+                    continue  # it is so of itself
                 if flag == "wf" and mapping.kind != "anonymous":
                     continue
                 if flag == "dd" and mapping.kind == "file" and mapping.shared:
