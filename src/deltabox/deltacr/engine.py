@@ -455,8 +455,12 @@ class Tree:
             door_pid = run.variable(program.result)
             door_fd = own_task(door_pid)
             undo.callback(end_task, door_fd)
+            door = Peer(door_mine)
+            # Until it serves, the door executes records in the template's own control memory,
+            # which the next program of the template replaces.
+            door.run(Program().seal(), 1)
             undo.pop_all()
-        made = Template(peer, Peer(door_mine), template_fd, door_fd, template_pid)
+        made = Template(peer, door, template_fd, door_fd, template_pid)
         with self._lock:
             self._templates.add(made)
         made.on_close = lambda: self._closed_template(made)
