@@ -39,7 +39,7 @@ _PR_GET_TIMERSLACK, _PR_GET_CHILD_SUBREAPER, _PR_GET_TID_ADDRESS = 30, 37, 40
 _PR_GET_THP_DISABLE = 42
 _RLIMITS = range(16)
 # Fields of a thread that are restored on the last steps, after a stopped job has stopped.
-_SET_LAST = ("registers", "xstate", "sigmask", "altstack", "rseq", "memory")
+_SET_LAST = ("registers", "xstate", "sigmask", "altstack", "rseq", "memory", "blocked")
 _NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "user", "cgroup", "time")
 
 _Asked = tuple[
@@ -395,6 +395,7 @@ class _Capturing:
             raise refuse(
                 "is in a call that was restarted before it could be identified", "system call"
             ) from None
+        blocked = registers if fixed.rip != registers.rip else None
         rseq = ptrace.get_rseq(tid)
         if rseq.address:
             abort = _rseq_abort(memory_fd, rseq.address, fixed.rip)
@@ -423,6 +424,7 @@ class _Capturing:
             timer_slack=slack,
             credentials=who,
             memory=extra,
+            blocked=blocked,
         )
 
     # -- the dead ---------------------------------------------------------------------------------

@@ -276,6 +276,10 @@ class Live:
         """Host pids of all members except PID 1."""
         return [pid for pid in cgroup.processes(self.group) if pid != self.init]
 
+    def hosts(self) -> dict[int, int]:
+        """Host pids of all members except PID 1, by pid inside."""
+        return {inside: host for host, inside in inside_pids(self.host_pids()).items()}
+
     def processes(self) -> list[ProcessInfo]:
         """All processes but PID 1, as seen inside."""
         inside = inside_pids([self.init, *self.host_pids()])

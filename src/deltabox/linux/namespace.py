@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
+
 from ._libc import syscall
 
 CLONE_VM = 0x100
@@ -35,3 +39,25 @@ def unshare(flags: int) -> None:
 def setns(fd: int, kind: int) -> None:
     """Move the calling thread into the namespace behind `fd`."""
     syscall(_SETNS, fd, kind)
+
+
+def set_hostname(pid: int, name: str) -> None:
+    """Set the host name of another process's UTS namespace, from a thread that enters it."""
+    failed: list[OSError] = []
+
+    def enter() -> None:
+        try:
+            fd = os.open(f"/proc/{pid}/ns/uts", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                setns(fd, CLONE_NEWUTS)
+            finally:
+                os.close(fd)
+            socket.sethostname(name)
+        except OSError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=enter, name="hostname")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
