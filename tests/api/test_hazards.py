@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from deltabox import ForkError, Sandbox
+from tests.conftest import keepers
 from tests.probe import Probe
 
 _WIPED = """
@@ -435,3 +436,85 @@ def test_identity_is_copied_unless_a_new_one_is_asked_for(sandbox: Sandbox) -> N
     assert sandbox.run(_WHO).stdout.split() == before
     with pytest.raises(ValueError, match="'same' or 'new'"):
         sandbox.fork(identity="other")  # type: ignore[arg-type]
+
+
+# -- what repeats, what does not -------------------------------------------------------------------
+
+
+def test_seeds_in_ordinary_memory_repeat(sandbox: Sandbox) -> None:
+    """They are part of the state; what comes from the kernel is not."""
+    probe = Probe.start(sandbox)
+    probe.do("import random, tempfile, uuid; tempfile.mktemp()")
+    checkpoint = sandbox.checkpoint()
+    look = "[[random.random(), tempfile.mktemp(), os.getpid()], str(uuid.uuid4())]"
+    seen = [probe.ask(look)]
+    for fork in sandbox.fork_many(2, at=checkpoint):
+        with fork:
+            seen.append(probe.within(fork).ask(look))
+    sandbox.rollback(checkpoint)
+    seen.append(probe.ask(look))
+    assert all(repeated == seen[0][0] for repeated, _ in seen)
+    assert len({fresh for _, fresh in seen}) == 4
+
+
+def test_no_clock_goes_back(sandbox: Sandbox) -> None:
+    probe = Probe.start(sandbox)
+    look = "[time.clock_gettime(c) for c in (0, 1, 4, 5, 6, 7, 11)]"
+    checkpoint = sandbox.checkpoint()
+    before = probe.ask(look)
+    for _ in range(3):
+        sandbox.rollback(checkpoint)
+        after = probe.ask(look)
+        assert all(new >= old for new, old in zip(after, before, strict=True))
+        before = after
+    with sandbox.fork(at=checkpoint) as fork:
+        after = probe.within(fork).ask(look)
+        assert all(new >= old for new, old in zip(after, before, strict=True))
+
+
+# -- secrets ---------------------------------------------------------------------------------------
+
+
+def test_what_holds_checkpoints_is_out_of_reach(sandbox: Sandbox) -> None:
+    """PID 1 shares its memory with the template; siblings are in other namespaces."""
+    probe = Probe.start(sandbox)
+    probe.do("secret = os.urandom(32)")
+    checkpoint = sandbox.checkpoint()
+    forks = sandbox.fork_many(2, at=checkpoint)
+    sandbox.rollback(checkpoint)
+    for one in (probe, *map(probe.within, forks)):
+        one.do("""
+refused = []
+for path in ('mem', 'maps', 'environ', 'pagemap', 'auxv', 'map_files', 'fd', 'stack'):
+    try:
+        (os.listdir if path in ('fd', 'map_files') else open)('/proc/1/' + path)
+    except PermissionError:
+        refused.append(path)
+refused.append(libc.ptrace(16, 1, None, None) == -1 and ctypes.get_errno())
+""")
+        assert one.ask("refused") == [
+            *("mem", "maps", "environ", "pagemap", "auxv", "map_files", "fd", "stack"),
+            1,
+        ]
+        assert one.ask("sorted(int(p) for p in os.listdir('/proc') if p.isdigit())") == [
+            1,
+            probe.process.pid,
+        ]
+    for fork in forks:
+        fork.close()
+
+
+def test_checkpoints_are_never_dumped(sandbox: Sandbox) -> None:
+    """A limit of 1 byte: a core file needs more, and a program that takes cores is not started."""
+    sandbox.spawn(["sleep", "1000"])
+    sandbox.checkpoint()
+    found = 0
+    for keeper in keepers():
+        for child in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
+            limits = Path(f"/proc/{child}/limits").read_text()
+            soft = next(
+                line.split()[4] for line in limits.splitlines() if line.startswith("Max core")
+            )
+            assert soft in ("0", "1")
+            found += 1
+    assert found > 2

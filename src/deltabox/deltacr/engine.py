@@ -65,6 +65,10 @@ class Engine:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:  # PID 1 opens everything that a tree has open, before it clones it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        # A template holds all memory of a sandbox and must never be dumped. A limit of 1 keeps also
+        # a program that core_pattern names from being started (core(5), fs/coredump.c).
+        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (1 if hard else 0, hard))
         mine, theirs = pair()
         mountpoint = directory / "seed"
         mountpoint.mkdir(parents=True, exist_ok=True)
