@@ -31,8 +31,8 @@ from .model import (
     Thread,
 )
 from .names import Names
-from .objects import credentials, signals, timers
-from .subject import Refuse
+from .objects import credentials, mqueues, signals, timers
+from .subject import Refuse, Refused
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
 _PR_GET_TIMERSLACK, _PR_GET_CHILD_SUBREAPER, _PR_GET_TID_ADDRESS = 30, 37, 40
@@ -95,6 +95,12 @@ class _Capturing:
 
     def whole(self) -> Capture:
         self._check_world()
+        try:
+            self.table.queues.look()
+        except Refused as refused:
+            raise UnsupportedState(
+                f"the sandbox holds {refused}", pid=1, process="init", object="message queue"
+            ) from None
         inside = proc.inside_pids([self.live.init, *self.frozen.threads])
         self.table.inside.update(inside)
         try:
@@ -111,6 +117,7 @@ class _Capturing:
             self.survey.last_pid,
             self.survey.hostname,
             self.survey.domainname,
+            mqueues.Queues(tuple(self.table.queues.found), self.survey.queue_limits),
             {p.pid: p for p in processes},
         )
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from ..errors import UnsupportedState
 from .model import Description, Descriptor, Owner, Pipe
-from .objects import events, files, pipes
+from .objects import events, files, mqueues, pipes
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
 _ANONYMOUS: dict[str, Callable[[Subject], Description]] = {
@@ -52,6 +52,7 @@ class DescriptorTable:
     def __init__(self, root: int, owner: int, externals: Mapping[int, str]) -> None:
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
+        self.queues = mqueues.QueueTable(root, owner)
         self.root = root  # a descriptor of the sandbox's root directory
         self.owner = owner  # the host uid of root inside
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
@@ -153,6 +154,8 @@ class DescriptorTable:
         if not target.startswith("/"):
             raise Refused(f"a kernel object, {target}")
         info = os.stat(subject.path)
+        if self.queues.has(info) and modes.S_ISREG(info.st_mode) and not flags & os.O_PATH:
+            return self.queues.capture(subject, info)
         if modes.S_ISFIFO(info.st_mode):
             files.check_name(self.root, target, info)
             return Description("fifo", flags, path=target, pipe=self._pipe(subject, info.st_ino))

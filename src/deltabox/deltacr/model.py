@@ -206,4 +206,5 @@ class Capture:
     last_pid: int
     hostname: bytes
     domainname: bytes
+    queues: Any  # POSIX message queues of the namespace, see objects/mqueues.py
     by_pid: dict[int, Process] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from ..linux import numbers as nr
 from . import boot, frame, kinds, memory
 from .boot import World
 from .model import Capture, Process, Thread
-from .objects import credentials, signals, timers
+from .objects import credentials, mqueues, signals, timers
 from .rebuild import Entry, Rebuild, nothing
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
 from .stash import Stash
@@ -91,6 +91,7 @@ class _Compiler:
         program, init = self.program, self.init
         pid = boot.first_process(program, init, self.world)
         boot.settle(program, init, self.world)
+        mqueues.restore(self.rebuild, self.capture.queues)
         self._descriptions("open")
         self._open_mapped(init)
         self._descriptions("link")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 
 from ._libc import syscall
 
@@ -41,23 +42,31 @@ def setns(fd: int, kind: int) -> None:
     syscall(_SETNS, fd, kind)
 
 
-def set_hostname(pid: int, name: str) -> None:
-    """Set the host name of another process's UTS namespace, from a thread that enters it."""
-    failed: list[OSError] = []
+def within(pid: int, name: str, kind: int, work: Callable[[], None]) -> None:
+    """Do something in another process's namespace (its name in /proc/PID/ns, its flag).
+
+    In a thread of its own, which is not used for anything afterwards.
+    """
+    failed: list[Exception] = []
 
     def enter() -> None:
         try:
-            fd = os.open(f"/proc/{pid}/ns/uts", os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                setns(fd, CLONE_NEWUTS)
+                setns(fd, kind)
             finally:
                 os.close(fd)
-            socket.sethostname(name)
-        except OSError as error:
+            work()
+        except Exception as error:  # for the caller, in its own thread
             failed.append(error)
 
-    thread = threading.Thread(target=enter, name="hostname")
+    thread = threading.Thread(target=enter, name=f"in {name} of {pid}")
     thread.start()
     thread.join()
     if failed:
         raise failed[0]
+
+
+def set_hostname(pid: int, name: str) -> None:
+    """Set the host name of another process's UTS namespace."""
+    within(pid, "uts", CLONE_NEWUTS, lambda: socket.sethostname(name))
