@@ -58,6 +58,10 @@ _WIPED = frozenset({"wf", "dp"})  # VM_WIPEONFORK, VM_DROPPABLE
 _MAP_DROPPABLE = 0x08  # in place of MAP_PRIVATE (uapi/linux/mman.h)
 _PR_SET_VMA = 0x53564D41
 _DELETED = " (deleted)"
+# The ring of an AIO context could be made again and moved to its place (aio_ring_mremap() in
+# fs/aio.c), but nothing tells whether it is idle: free slots are cached by CPUs, so they cannot be
+# counted even by submitting requests. A lost request would be a program that waits for ever.
+_AIO = "/[aio] (deleted)"
 
 
 def mappings(host: int, refuse: Refuse) -> tuple[list[Mapping], int, int]:
@@ -121,6 +125,11 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
         raise refuse(f"maps a kernel object, {path}", "mapping")
     if path.startswith(("/dev/zero", "/memfd:", "/SYSV", "/anon_hugepage")) and shared:
         raise refuse(f"has shared memory at {start:#x} ({path})", "mapping")
+    if path == _AIO:
+        raise refuse(
+            f"has an AIO context (io_setup) at {start:#x}, whose requests in flight cannot be seen",
+            "aio context",
+        )
     if path.endswith(_DELETED):
         raise refuse(f"maps a file that has been deleted or replaced, {path}", "mapping")
     if shared and prot & 2:
