@@ -294,6 +294,8 @@ def settle(program: Program, do: Sequence, world: World) -> None:
         _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NOEXEC,
         (("ptmxmode", "0666"), ("mode", "0620"), ("gid", "5")),
     )
+    # a kernel without POSIX message queues has no such file system
+    _new_mount(program, do, "mqueue", "dev/mqueue", quiet, (), optional=True)
     if world.network == "host":
         # a sysfs of the host's network namespace is not ours to mount
         _mount(program, do, program.text("/sys"), "sys", None, _MS_BIND | _MS_REC)
@@ -374,10 +376,15 @@ def _new_mount(
     target: str,
     attributes: int,
     options: tuple[tuple[str, str], ...],
+    *,
+    optional: bool = False,
 ) -> None:
     """fsopen, fsconfig, fsmount, move_mount: a superblock of this sandbox's own."""
     context, mount = program.variable(), program.variable()
-    do.call(nr.FSOPEN, program.text(kind), 1, save=context, what=f"fsopen {kind}")
+    name = program.text(kind)
+    do.call(nr.FSOPEN, name, 1, save=context, may_fail=optional, what=f"fsopen {kind}")
+    if optional:
+        do.skip_if_error(context, 5 + len(options))
     for key, value in options:
         do.call(
             nr.FSCONFIG,

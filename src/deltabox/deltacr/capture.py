@@ -32,7 +32,7 @@ from .model import (
 )
 from .model import Mapping as Vma
 from .names import Names
-from .objects import credentials, remains, signals, timers
+from .objects import credentials, mqueues, remains, signals, timers
 from .subject import Refuse, Refused
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
@@ -40,7 +40,7 @@ _PR_GET_TIMERSLACK, _PR_GET_CHILD_SUBREAPER, _PR_GET_TID_ADDRESS = 30, 37, 40
 _PR_GET_THP_DISABLE = 42
 _RLIMITS = range(16)
 # Fields of a thread that are restored on the last steps, after a stopped job has stopped.
-_SET_LAST = ("registers", "xstate", "sigmask", "altstack", "rseq", "memory")
+_SET_LAST = ("registers", "xstate", "sigmask", "altstack", "rseq", "memory", "blocked")
 _NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "user", "cgroup", "time")
 
 _Asked = tuple[
@@ -101,6 +101,12 @@ class _Capturing:
 
     def whole(self) -> Capture:
         self._check_world()
+        try:
+            self.table.queues.look()
+        except Refused as refused:
+            raise UnsupportedState(
+                f"the sandbox holds {refused}", pid=1, process="init", object="message queue"
+            ) from None
         inside = proc.inside_pids([self.live.init, *self.frozen.threads])
         self.table.inside.update(inside)
         try:
@@ -120,6 +126,7 @@ class _Capturing:
             self.survey.last_pid,
             self.survey.hostname,
             self.survey.domainname,
+            mqueues.Queues(tuple(self.table.queues.found), self.survey.queue_limits),
             {p.pid: p for p in processes},
         )
 
@@ -414,6 +421,7 @@ class _Capturing:
             raise refuse(
                 "is in a call that was restarted before it could be identified", "system call"
             ) from None
+        blocked = registers if fixed.rip != registers.rip else None
         rseq = ptrace.get_rseq(tid)
         if rseq.address:
             abort = _rseq_abort(memory_fd, rseq.address, fixed.rip)
@@ -442,6 +450,7 @@ class _Capturing:
             timer_slack=slack,
             credentials=who,
             memory=extra,
+            blocked=blocked,
         )
 
     # -- the dead ---------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ..linux.unix_diag import UnixInfo
 from . import kinds
 from .live import Live
 from .model import Description, Descriptor, Owner, Pipe
-from .objects import epoll, events, files, inotify, pidfds, pipes, sockets, unix
+from .objects import epoll, events, files, inotify, mqueues, pidfds, pipes, sockets, unix
 from .objects.shared_memory import SharedMemories
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
@@ -71,6 +71,7 @@ class DescriptorTable:
     ) -> None:
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
+        self.queues = mqueues.QueueTable(live.root, owner)
         self.root = live.root  # a descriptor of the sandbox's root directory
         self.owner = owner  # the host uid of root inside
         self.find_file = live.find  # the path of a file handle of the sandbox's root
@@ -243,6 +244,8 @@ class DescriptorTable:
         if not target.startswith("/"):
             raise Refused(f"a kernel object, {target}")
         info = os.stat(subject.path)
+        if self.queues.has(info) and modes.S_ISREG(info.st_mode) and not flags & os.O_PATH:
+            return self.queues.capture(subject, info)
         if modes.S_ISFIFO(info.st_mode):
             files.check_name(self.root, target, info)
             return Description("fifo", flags, path=target, pipe=self._pipe(subject, info.st_ino))

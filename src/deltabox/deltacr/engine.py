@@ -20,6 +20,9 @@ import contextlib
 import logging
 import os
 import resource
+import select
+import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -33,7 +36,8 @@ from ..linux.cgroup import remove as remove_cgroup
 from . import boot, checkpoint
 from .live import Exit as Exit
 from .live import Live, WorldState
-from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
+from .objects import mqueues
+from .peer import Peer, PeerGone, ProgramFailed, Run, end_task, own_task, pair
 from .records import Program, Sealed, Var
 from .stash import duplicate, plan
 from .template import Template
@@ -66,6 +70,10 @@ class Engine:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:  # PID 1 opens everything that a tree has open, before it clones it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        # A template holds all memory of a sandbox and must never be dumped. A limit of 1 keeps also
+        # a program that core_pattern names from being started (core(5), fs/coredump.c).
+        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (1 if hard else 0, hard))
         mine, theirs = pair()
         mountpoint = directory / "seed"
         mountpoint.mkdir(parents=True, exist_ok=True)
@@ -270,8 +278,12 @@ class Tree:
             }
             try:
                 with template.door.lock:
+                    if template.capture is not None and template.capture.queues.linked:
+                        requests.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
                     run = template.door.send(sealed, slot, fds)
                     try:
+                        if template.capture is not None and template.capture.queues.linked:
+                            self._make_queues(template, run, requests)
                         template.door.answer(run)
                     except BaseException:
                         _end_first(run.variable(pid))
@@ -299,6 +311,29 @@ class Tree:
             os.close(group_fd)
             os.close(network)
         return live
+
+    def _make_queues(self, template: Template, run: Run, requests: socket.socket) -> None:
+        """Make the message queues that a PID 1 asks for, unless its program fails before."""
+        assert template.capture is not None
+        ready, _, _ = select.select([requests, template.door.sock], [], [], 10.0)
+        if requests not in ready:
+            return
+        _, control, _, _ = requests.recvmsg(8, socket.CMSG_SPACE(12))
+        requests.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+        pid = next(
+            struct.unpack_from("<i", data)[0]
+            for level, kind, data in control
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
+        )
+        try:
+            mqueues.make(pid, self.owner, template.capture.queues)
+        except OSError:
+            run.give_up()
+            requests.send(bytes(8))
+            with contextlib.suppress(ProgramFailed):
+                template.door.answer(run)
+            raise
+        requests.send(bytes(8))
 
     def _take_group(self) -> Path:
         """An empty group for one process tree.
@@ -462,8 +497,12 @@ class Tree:
             door_pid = run.variable(program.result)
             door_fd = own_task(door_pid)
             undo.callback(end_task, door_fd)
+            door = Peer(door_mine)
+            # Until it serves, the door executes records in the template's own control memory,
+            # which the next program of the template replaces.
+            door.run(Program().seal(), 1)
             undo.pop_all()
-        made = Template(peer, Peer(door_mine), template_fd, door_fd, template_pid)
+        made = Template(peer, door, template_fd, door_fd, template_pid)
         with self._lock:
             self._templates.add(made)
         made.on_close = lambda: self._closed_template(made)

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from .objects import epoll, events, files, inotify, pidfds, pipes, shared_memory, unix_wiring
+from .objects import (
+    epoll,
+    events,
+    files,
+    inotify,
+    mqueues,
+    pidfds,
+    pipes,
+    shared_memory,
+    unix_wiring,
+)
 from .rebuild import Kind
 
 KINDS: tuple[Kind, ...] = (
@@ -13,6 +23,7 @@ KINDS: tuple[Kind, ...] = (
     *events.KINDS,
     unix_wiring.KIND,
     *pidfds.KINDS,
+    mqueues.KIND,
     epoll.KIND,
     inotify.KIND,  # last, or it would see the others being made
 )

@@ -4,6 +4,11 @@ Private pages are the template's business (stash.py); here is everything around 
 mappings are moved into place from the stash, files are mapped again, and what /proc/PID/smaps tells
 of each mapping is set again with madvise(2).  Facts that have no place in a rebuilt mapping are
 refused by name.
+
+Memory that its owner wants wiped in a child (MADV_WIPEONFORK, and MAP_DROPPABLE, which the kernel
+itself may drop at any time) is never saved: a rebuilt process finds zeros there, as a child of
+fork(2) does.  That is how user-space random generators learn that they have become two, and a
+rollback makes two of them out of one as well, one after the other.
 """
 
 from __future__ import annotations
@@ -52,10 +57,14 @@ _REFUSED_FLAGS = {
 }
 # VmFlags -> advice of madvise(2) that sets them again
 _ADVICE = {"rr": 1, "sr": 2, "dc": 10, "mg": 12, "hg": 14, "nh": 15, "dd": 16, "wf": 18}
-_IOV_MAX = 1024
-_MADV_DONTNEED = 4
+_WIPED = frozenset({"wf", "dp"})  # VM_WIPEONFORK, VM_DROPPABLE
+_MAP_DROPPABLE = 0x08  # in place of MAP_PRIVATE (uapi/linux/mman.h)
 _PR_SET_VMA = 0x53564D41
 _DELETED = " (deleted)"
+# The ring of an AIO context could be made again and moved to its place (aio_ring_mremap() in
+# fs/aio.c), but nothing tells whether it is idle: free slots are cached by CPUs, so they cannot be
+# counted even by submitting requests. A lost request would be a program that waits for ever.
+_AIO = "/[aio] (deleted)"
 
 
 def mappings(host: int, refuse: Refuse) -> tuple[list[Mapping], int, int]:
@@ -70,7 +79,7 @@ def mappings(host: int, refuse: Refuse) -> tuple[list[Mapping], int, int]:
                 continue
             if mapping.path == "[vdso]":
                 vdso = mapping.start
-            if mapping.kind != "vdso" and not mapping.shared:
+            if mapping.kind != "vdso" and not mapping.shared and not mapping.flags & _WIPED:
                 pages = pagemap.private_pages(fd, mapping.start, mapping.end)
                 mapping = replace(mapping, pages=tuple(pages))
             found.append(mapping)
@@ -119,6 +128,11 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
         raise refuse(f"maps a kernel object, {path}", "mapping")
     if path.startswith(("/SYSV", "/anon_hugepage")):
         raise refuse(f"has shared memory at {start:#x} ({path})", "mapping")
+    if path == _AIO:
+        raise refuse(
+            f"has an AIO context (io_setup) at {start:#x}, whose requests in flight cannot be seen",
+            "aio context",
+        )
     if path.startswith("/memfd:") or (shared and path == "/dev/zero (deleted)"):
         kind: Literal["file", "memory"] = "memory"
     else:
@@ -197,6 +211,8 @@ def restore(
                 do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
         elif mapping.kind == "anonymous":
             flags = fixed | mmap.MAP_ANONYMOUS | map_flags(mapping)
+            if "dp" in mapping.flags:
+                flags = flags & ~mmap.MAP_PRIVATE | _MAP_DROPPABLE
             do.call(nr.MMAP, start, size, prot, flags, -1, 0, what=f"map {name}")
         else:
             if mapping.memory < 0:
@@ -235,6 +251,8 @@ def advise(do: Sequence, process: Process) -> None:
     for mapping in process.mappings:
         for flag, advice in _ADVICE.items():
             if flag in mapping.flags and mapping.kind != "vdso":
+                if "dp" in mapping.flags and flag in ("wf", "dd"):
+                    continue  # it is so of itself
                 if flag == "wf" and mapping.kind != "anonymous":
                     continue
                 if flag == "dd" and mapping.kind == "file" and mapping.shared:

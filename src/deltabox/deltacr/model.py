@@ -51,6 +51,7 @@ class Thread:
     timer_slack: int
     credentials: Credentials
     memory: tuple[tuple[int, bytes], ...] = ()  # what the continued call reads, below the stack
+    blocked: Registers | None = None  # those of the stop, when it was in a call that goes on
 
 
 @dataclass(frozen=True)
@@ -208,4 +209,5 @@ class Capture:
     last_pid: int
     hostname: bytes
     domainname: bytes
+    queues: Any  # POSIX message queues of the namespace, see objects/mqueues.py
     by_pid: dict[int, Process] = field(default_factory=dict)

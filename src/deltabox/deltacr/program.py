@@ -25,7 +25,7 @@ from ..linux import numbers as nr
 from . import boot, frame, kinds, memory
 from .boot import World
 from .model import Capture, Process, Thread
-from .objects import credentials, epoll, remains, shared_memory, signals, timers
+from .objects import credentials, epoll, mqueues, remains, shared_memory, signals, timers
 from .rebuild import Entry, Rebuild, nothing
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
 from .stash import Stash
@@ -94,6 +94,7 @@ class _Compiler:
         pid = boot.first_process(program, init, self.world)
         boot.settle(program, init, self.world)
         shared_memory.make(self.rebuild)
+        mqueues.restore(self.rebuild, self.capture.queues)
         self._descriptions("open")
         self._open_mapped(init)
         self._descriptions("link")

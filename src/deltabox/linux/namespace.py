@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ._libc import syscall
@@ -60,3 +62,33 @@ def network_of(pid: int) -> Iterator[None]:
             setns(own, CLONE_NEWNET)
     finally:
         os.close(own)
+
+
+def within(pid: int, name: str, kind: int, work: Callable[[], None]) -> None:
+    """Do something in another process's namespace (its name in /proc/PID/ns, its flag).
+
+    In a thread of its own, which is not used for anything afterwards.
+    """
+    failed: list[Exception] = []
+
+    def enter() -> None:
+        try:
+            fd = os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                setns(fd, kind)
+            finally:
+                os.close(fd)
+            work()
+        except Exception as error:  # for the caller, in its own thread
+            failed.append(error)
+
+    thread = threading.Thread(target=enter, name=f"in {name} of {pid}")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def set_hostname(pid: int, name: str) -> None:
+    """Set the host name of another process's UTS namespace."""
+    within(pid, "uts", CLONE_NEWUTS, lambda: socket.sethostname(name))
