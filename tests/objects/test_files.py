@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from deltabox import Sandbox, UnsupportedState
-from tests.probe import Probe, check
+from deltabox import Sandbox
+from tests.probe import check
 
 
 def test_offset_flags_and_content(sandbox: Sandbox) -> None:
@@ -95,12 +93,3 @@ def test_chroot(sandbox: Sandbox) -> None:
         report="[open('/mark').read(), sorted(os.listdir('/')), os.getcwd()]",
         change="open('/other', 'w').close()",
     )
-
-
-def test_a_lock_is_refused_by_name(sandbox: Sandbox) -> None:
-    probe = Probe.start(sandbox)
-    probe.do("f = open('/root/l', 'w'); fcntl.flock(f, fcntl.LOCK_EX)")
-    with pytest.raises(UnsupportedState, match="with a lock"):
-        sandbox.checkpoint()
-    probe.do("fcntl.flock(f, fcntl.LOCK_UN)")
-    sandbox.checkpoint()

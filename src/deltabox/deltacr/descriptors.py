@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from ..errors import UnsupportedState
 from .model import Description, Descriptor, Owner, Pipe
-from .objects import events, files, pipes
+from .objects import events, files, locks, pipes
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
 _ANONYMOUS: dict[str, Callable[[Subject], Description]] = {
@@ -68,11 +68,13 @@ class DescriptorTable:
         self._adopted.close()
 
     def of_process(self, host: int, refuse: Refuse) -> tuple[Descriptor, ...]:
-        out = []
+        out: list[Descriptor] = []
         for number in sorted(int(name) for name in os.listdir(f"/proc/{host}/fd")):
             subject = Subject.look(host, number, self)
             index = self._enter(subject, refuse)
-            out.append(Descriptor(number, index, bool(subject.raw_flags & O_CLOEXEC)))
+            first = index not in (d.description for d in out)
+            held = locks.of_process(subject) if first and "lock:" in subject.facts else ()
+            out.append(Descriptor(number, index, bool(subject.raw_flags & O_CLOEXEC), held))
         return tuple(out)
 
     def find(self, host: int, number: int) -> int | None:
@@ -108,7 +110,10 @@ class DescriptorTable:
                 self._index[subject.host, subject.number] = index
                 return index
         try:
+            held = locks.of_description(subject)
             description = self._describe(subject)
+            if held:
+                description = replace(description, locks=held)
         except Refused as refused:
             raise self._refused(subject, refuse, str(refused)) from None
         index = len(self.descriptions)

@@ -107,6 +107,16 @@ class Ghost:
 
 
 @dataclass(frozen=True)
+class Lock:
+    """A lock that is held: a whole file's, or a range's (`length` 0: to the end)."""
+
+    kind: str  # FLOCK, POSIX, OFDLCK
+    write: bool
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
 class Owner:
     """Whom a description sends SIGIO or SIGURG to (F_SETOWN_EX, F_SETSIG; fcntl(2))."""
 
@@ -133,6 +143,7 @@ class Description:
     key: str = ""  # of an external pipe
     state: Any = None
     owner: Owner | None = None
+    locks: tuple[Lock, ...] = ()  # those that belong to the description
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,7 @@ class Descriptor:
     number: int
     description: int  # index into Tree.descriptions
     cloexec: bool
+    locks: tuple[Lock, ...] = ()  # those that belong to the process
 
 
 @dataclass(frozen=True)

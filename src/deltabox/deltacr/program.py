@@ -25,7 +25,7 @@ from ..linux import numbers as nr
 from . import boot, frame, kinds, memory
 from .boot import World
 from .model import Capture, Process, Thread
-from .objects import credentials, signals, timers
+from .objects import credentials, locks, signals, timers
 from .rebuild import Entry, Rebuild, nothing
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
 from .stash import Stash
@@ -94,6 +94,7 @@ class _Compiler:
         self._descriptions("open")
         self._open_mapped(init)
         self._descriptions("link")
+        locks.restore(self.rebuild)
         self._check_room()
         self._clone_all(init, self.root)
         everybody = len(self.tasks) + 1
@@ -388,6 +389,7 @@ class _Compiler:
             )
             low = descriptor.number + 1
         do.call(nr.CLOSE_RANGE, low, (1 << 32) - 1, 0)
+        locks.restore_own(self.rebuild, do, process.descriptors)
 
     def _opens_own(self, process: Process | None) -> bool:
         """Whether it has descriptors that it must open itself, when every pid exists."""

@@ -36,8 +36,6 @@ _DELETED = " (deleted)"
 def capture(subject: Subject, info: os.stat_result) -> Description:
     """Describe an open file; `info` is its stat."""
     root, target, flags = subject.table.root, subject.target, subject.flags
-    if "lock" in subject.facts:
-        raise Refused(f"{target}, with a lock")
     if subject.sends_signals:
         raise Refused("a file that sends SIGIO")
     if flags & _O_PATH:
