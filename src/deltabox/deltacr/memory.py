@@ -118,8 +118,6 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
         raise refuse(f"has shared memory at {start:#x} ({path})", "mapping")
     if path.endswith(_DELETED):
         raise refuse(f"maps a file that has been deleted or replaced, {path}", "mapping")
-    if shared and prot & 2:
-        raise refuse(f"has a writable shared mapping of {path}", "mapping")
     return Mapping(
         start,
         end,

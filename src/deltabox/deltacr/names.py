@@ -90,7 +90,12 @@ class Names:
             # only a file of the base that has changed since can have two versions
             if info.st_ctime < self.born - 1:
                 self._pristine.add((mapping.path, inode))
-            self._named[key] = info.st_ctime < self.born or not self._in_base(mapping.path)
+            self._named[key] = (
+                info.st_ctime < self.born
+                # a file that was opened for writing had been copied up before it was mapped
+                or (mapping.shared and mapping.may_write)
+                or not self._in_base(mapping.path)
+            )
             if not self._named[key]:
                 self._check_version(host, mapping, refuse)
 
