@@ -32,6 +32,7 @@ from .model import (
 )
 from .names import Names
 from .objects import credentials, signals, timers
+from .objects.ghosts import Attic, Ghosts
 from .subject import Refuse
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
@@ -60,13 +61,14 @@ def capture(
     waits: Waits,
     base: int,
     born: float,
+    attic: Attic,
 ) -> Capture:
     """Everything but the pages themselves. Raises UnsupportedState.
 
     `base` is a descriptor of the base's root (-1: none); `born` the time.time() of the tree's
     first moment, before which every inode change belongs to the base.
     """
-    return _Capturing(live, frozen, owner, externals, waits, base, born).whole()
+    return _Capturing(live, frozen, owner, externals, waits, base, born, attic).whole()
 
 
 class _Capturing:
@@ -79,13 +81,15 @@ class _Capturing:
         waits: Waits,
         base: int,
         born: float,
+        attic: Attic,
     ) -> None:
         self.live = live
         self.frozen = frozen
         self.owner = owner
         self.waits = waits
-        self.names = Names(live.root, base, born)
-        self.table = DescriptorTable(live.root, owner, externals)
+        self.ghosts = Ghosts(live.root, owner, attic)
+        self.names = Names(live.root, base, born, self.ghosts)
+        self.table = DescriptorTable(live.root, owner, externals, self.ghosts)
         self.namespaces = {
             name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
         }
@@ -108,6 +112,7 @@ class _Capturing:
             processes,
             tuple(self.table.descriptions),
             tuple(self.table.pipes),
+            tuple(self.ghosts.found),
             self.survey.last_pid,
             self.survey.hostname,
             self.survey.domainname,
@@ -160,7 +165,7 @@ class _Capturing:
         self._check_process(host, tids, status, refuse)
 
         mappings, vdso, gap = memory.mappings(host, refuse)
-        self.names.mapped(host, mappings, refuse)
+        mappings = self.names.mapped(host, mappings, refuse)
         mappings = [
             replace(m, of_base=True)
             if m.pages and m.kind == "file" and self.names.is_pristine(m)
@@ -209,6 +214,7 @@ class _Capturing:
         if waiting is not None:
             settings = {t.identifier: t.setting for t in waiting.timers}
             posix = [replace(t, setting=settings[t.identifier]) for t in posix]
+        cwd, cwd_ghost = self.names.directory(host, "cwd", refuse)
         stop = max(self.frozen.stops[t] for t in tids)
         return Process(
             pid=pid,
@@ -235,10 +241,11 @@ class _Capturing:
                 stat.env_start,
                 stat.env_end,
                 proc.read(f"/proc/{host}/auxv"),
-                self.names.executable(host, refuse),
+                *self.names.executable(host, refuse),
             ),
             descriptors=self.table.of_process(host, refuse),
-            cwd=self.names.directory(host, "cwd", refuse),
+            cwd=cwd,
+            cwd_ghost=cwd_ghost,
             root=self.names.root_of(host, refuse),
             umask=int(status["Umask"], 8),
             sigactions=actions,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat as modes
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from dataclasses import replace
 from ..errors import UnsupportedState
 from .model import Description, Descriptor, Owner, Pipe
 from .objects import events, files, locks, pipes
+from .objects.ghosts import Ghosts
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
 _ANONYMOUS: dict[str, Callable[[Subject], Description]] = {
@@ -49,14 +49,14 @@ _F_GETSIG, _F_GETOWN_EX = 11, 16
 class DescriptorTable:
     """Grows with each process that is captured; indexes into it are what descriptors hold."""
 
-    def __init__(self, root: int, owner: int, externals: Mapping[int, str]) -> None:
+    def __init__(self, root: int, owner: int, externals: Mapping[int, str], ghosts: Ghosts) -> None:
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
         self.root = root  # a descriptor of the sandbox's root directory
         self.owner = owner  # the host uid of root inside
+        self.ghosts = ghosts  # what has no name any more
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
         self._externals = externals
-        self._ghosts: dict[tuple[int, int], int] = {}
         self._pipe_index: dict[int, int] = {}
         self._seen: dict[tuple[str, str, int], list[Subject]] = {}
         self._index: dict[tuple[int, int], int] = {}
@@ -158,21 +158,9 @@ class DescriptorTable:
         if not target.startswith("/"):
             raise Refused(f"a kernel object, {target}")
         info = os.stat(subject.path)
-        if modes.S_ISFIFO(info.st_mode):
-            files.check_name(self.root, target, info)
-            return Description("fifo", flags, path=target, pipe=self._pipe(subject, info.st_ino))
-        return self._file(subject, info)
-
-    def _file(self, subject: Subject, info: os.stat_result) -> Description:
-        nameless = (info.st_dev, info.st_ino)
-        if not info.st_nlink and nameless in self._ghosts:
-            original = self._ghosts[nameless]
-            return Description(
-                "file", subject.flags, subject.position, subject.target, ghost_of=original
-            )
         found = files.capture(subject, info)
-        if found.ghost is not None:
-            self._ghosts[nameless] = len(self.descriptions)
+        if found.kind == "fifo":
+            found = replace(found, pipe=self._pipe(subject, info.st_ino))
         return found
 
     def _pipe(self, subject: Subject, inode: int) -> int:

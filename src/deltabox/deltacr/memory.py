@@ -116,8 +116,8 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
         raise refuse(f"maps a kernel object, {path}", "mapping")
     if path.startswith(("/dev/zero", "/memfd:", "/SYSV", "/anon_hugepage")) and shared:
         raise refuse(f"has shared memory at {start:#x} ({path})", "mapping")
-    if path.endswith(_DELETED):
-        raise refuse(f"maps a file that has been deleted or replaced, {path}", "mapping")
+    if path.endswith(_DELETED) and shared:
+        raise refuse(f"has a shared mapping of a deleted file, {path}", "mapping")
     return Mapping(
         start,
         end,
@@ -171,7 +171,7 @@ def restore(
     do: Sequence,
     process: Process,
     stash: Stash,
-    opened: dict[tuple[str, int], int],
+    opened: dict[tuple[str | int, int], int],
 ) -> None:
     """Build the address space of one clone; `opened` gives the descriptor of each mapped file."""
     fixed = mmap.MAP_PRIVATE | 0x100000  # MAP_FIXED_NOREPLACE
@@ -189,7 +189,8 @@ def restore(
             flags = fixed | mmap.MAP_ANONYMOUS | map_flags(mapping)
             do.call(nr.MMAP, start, size, prot, flags, -1, 0, what=f"map {name}")
         else:
-            fd = opened[mapping.path, open_mode(mapping)]
+            file = mapping.ghost if mapping.ghost >= 0 else mapping.path
+            fd = opened[file, open_mode(mapping)]
             first = prot | 3 if mapping.pages else prot
             kind = mmap.MAP_SHARED | 0x100000 if mapping.shared else fixed
             do.call(

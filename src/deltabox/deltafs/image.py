@@ -33,6 +33,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
+from deltabox.deltafs.attic import Attic, lay_out
 from deltabox.deltafs.layers import Layer, Snapshot
 from deltabox.errors import DeltaBoxError, HostUnsupported, NoSpace
 from deltabox.linux import btrfs, loop, mount
@@ -208,6 +209,11 @@ class Image:
             layer.head = Snapshot(self, number, layer.head, generation)
             return layer.head
 
+    def attic(self, layer: Layer, owner: int) -> Attic:
+        """Where the next snapshot of the layer keeps files that have no name (see attic.py)."""
+        number = self._next()
+        return Attic(layer, self.mountpoint / "ghosts" / f"next-{number}", self._top, owner)
+
     def writable(self, snapshot: Snapshot) -> Layer:
         """A new layer that starts as the snapshot, ready for `root_mount`."""
         number = self._next()
@@ -216,6 +222,7 @@ class Image:
             layer = Layer(self, number, snapshot)
             try:
                 _forget_volatile(layer)
+                lay_out(snapshot, layer)
             except BaseException:
                 self.delete(layer)
                 raise
