@@ -262,3 +262,14 @@ def turn():
         report="[turn(), label(r), label(w), label(p), info(r)[:3], info(p)[:3], left()]",
         change="os.write(w, b'more')",
     )
+
+
+def test_a_name_that_cannot_be_found_is_refused(sandbox: Sandbox) -> None:
+    """Nothing leads from a copied-up file of the base to its other names."""
+    probe = Probe.start(sandbox)
+    probe.do("fd = os.open('/etc/services', os.O_RDWR); os.write(fd, b'changed')")
+    probe.do("os.link('/etc/services', '/etc/other'); os.unlink('/etc/services')")
+    with pytest.raises(UnsupportedState, match="has lost the name it was opened by"):
+        sandbox.checkpoint()
+    probe.do("os.close(fd)")
+    sandbox.checkpoint()

@@ -87,7 +87,7 @@ class _Capturing:
         self.frozen = frozen
         self.owner = owner
         self.waits = waits
-        self.ghosts = Ghosts(live.root, owner, attic)
+        self.ghosts = Ghosts(live.root, owner, attic, born)
         self.names = Names(live.root, base, born, self.ghosts)
         self.table = DescriptorTable(live.root, owner, externals, self.ghosts)
         self.namespaces = {

@@ -28,6 +28,7 @@ from deltabox.linux import btrfs, handles
 if TYPE_CHECKING:
     from deltabox.deltafs.layers import Layer, Snapshot
 
+Key = tuple[int, int, int]
 PREFIX: Final = ".deltabox-ghost-"
 LIMIT: Final = 256 << 20
 """The most that is copied, byte by byte, while the programs stand still."""
@@ -37,9 +38,12 @@ _SMALL: Final = 64 << 10
 class Attic:
     """What one checkpoint keeps. Nothing exists on disk before the first file does."""
 
-    def __init__(self, layer: Layer, directory: Path, top: int, owner: int) -> None:
-        """`owner` is the host uid (and gid) that the overlay shows for uid 0 on disk."""
-        self._layer = layer
+    def __init__(self, directory: Path, top: int, owner: int, shelf: dict[Key, Path]) -> None:
+        """`owner` is the host uid (and gid) that the overlay shows for uid 0 on disk.
+
+        `shelf` has copies of files of the base, which never change, made for earlier snapshots.
+        """
+        self._shelf = shelf
         self._directory = directory
         self._top = top
         self._owner = owner
@@ -55,9 +59,12 @@ class Attic:
         number, self._count = self._count, self._count + 1
         with _opened(self._top, file) as (source, real):
             info = os.fstat(source)
-            target = os.open(
-                self._directory / str(number), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            )
+            place = self._directory / str(number)
+            key = (info.st_ino, info.st_ctime_ns, info.st_size)
+            if key in self._shelf:
+                os.link(self._shelf[key], place)
+                return f"/{PREFIX}{number}"
+            target = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
             try:
                 if real and info.st_size > _SMALL:
                     btrfs.clone(source, target)
@@ -71,6 +78,10 @@ class Attic:
                 _dress(source, target, info, uid, gid)
             finally:
                 os.close(target)
+            if not real and info.st_nlink:  # the base's own, as overlayfs shows it
+                shelved = self._directory.parent / f"base-{len(self._shelf)}"
+                os.link(place, shelved)
+                self._shelf[key] = shelved
         return f"/{PREFIX}{number}"
 
     def names(self, file: int) -> list[str]:

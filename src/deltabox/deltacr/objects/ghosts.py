@@ -63,11 +63,12 @@ class Attic(Protocol):
 class Ghosts:
     """What the files of one frozen tree without a name have been found to be."""
 
-    def __init__(self, root: int, owner: int, attic: Attic) -> None:
+    def __init__(self, root: int, owner: int, attic: Attic, born: float) -> None:
         self.found: list[Ghost] = []
         self._root = root
         self._owner = owner
         self._attic = attic
+        self._born = born  # before which every inode change belongs to the base
         self._device = os.fstat(root).st_dev
         self._index: dict[tuple[int, int], int] = {}
 
@@ -108,6 +109,9 @@ class Ghosts:
             for other in self._attic.names(fd):
                 if self._leads_to(other, info):
                     return Ghost("linked", name, other, aside, missing, times, *owned)
+            # of a deleted file of the base, overlayfs shows the link count that it has there
+            if info.st_ctime >= self._born - 1:
+                raise Refused(f"a file that has lost the name it was opened by, {target}")
         if stat.S_ISFIFO(info.st_mode):
             return Ghost("fifo", name, "", aside, missing, times, *owned)
         if not stat.S_ISREG(info.st_mode):
