@@ -17,8 +17,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ..errors import UnsupportedState
+from . import kinds
 from .model import Description, Descriptor, Owner, Pipe
-from .objects import events, files, locks, pipes
+from .objects import events, files, kernel_files, locks, pipes
 from .objects.ghosts import Ghosts
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
@@ -41,7 +42,9 @@ _REFUSED = {
     "[fscontext]": "a mount under construction",
     "seccomp notify": "a seccomp listener",
 }
-_SETTLE: dict[str, Callable[[Subject, Description], Description]] = {}
+_SETTLE: dict[str, Callable[[Subject, Description], Description]] = {
+    "proc": kernel_files.settle,
+}
 
 _F_GETSIG, _F_GETOWN_EX = 11, 16
 
@@ -81,6 +84,11 @@ class DescriptorTable:
         """The index of what a process that has been seen holds as descriptor `number`."""
         return self._index.get((host, number))
 
+    def is_shared(self, subject: Subject) -> bool:
+        """Whether several processes hold the description of `subject`."""
+        index = self._index[subject.host, subject.number]
+        return any(i == index and host != subject.host for (host, _), i in self._index.items())
+
     def adopt(self, fd: int, refuse: Refuse) -> int:
         """The index of a description that only a queue holds; `fd` is the keeper's, and taken."""
         self._adopted.callback(os.close, fd)
@@ -113,6 +121,8 @@ class DescriptorTable:
             held = locks.of_description(subject)
             description = self._describe(subject)
             if held:
+                if kinds.BY_NAME[description.kind].each is not None:
+                    raise Refused(f"{subject.target}, with a lock")
                 description = replace(description, locks=held)
         except Refused as refused:
             raise self._refused(subject, refuse, str(refused)) from None
@@ -156,6 +166,9 @@ class DescriptorTable:
         if target.startswith(("/dev/pts/", "/dev/ptmx")) or target == "/dev/tty":
             raise Refused("a terminal")
         if not target.startswith("/"):
+            namespace = kernel_files.capture_namespace(subject)
+            if namespace is not None:
+                return namespace
             raise Refused(f"a kernel object, {target}")
         info = os.stat(subject.path)
         found = files.capture(subject, info)

@@ -25,7 +25,7 @@ from ..linux import numbers as nr
 from . import boot, frame, kinds, memory
 from .boot import World
 from .model import Capture, Process, Thread
-from .objects import credentials, ghosts, locks, signals, timers
+from .objects import credentials, ghosts, kernel_files, locks, signals, timers
 from .rebuild import Entry, Rebuild, nothing
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
 from .stash import Stash
@@ -400,10 +400,13 @@ class _Compiler:
         locks.restore_own(self.rebuild, do, process.descriptors)
 
     def _opens_own(self, process: Process | None) -> bool:
-        """Whether it has descriptors that it must open itself, when every pid exists."""
-        return process is not None and any(
-            kinds.BY_NAME[self.capture.descriptions[d.description].kind].each is not None
-            for d in process.descriptors
+        """Whether it must open something itself, when every pid exists."""
+        return process is not None and (
+            process.cwd.startswith("/proc/")
+            or any(
+                kinds.BY_NAME[self.capture.descriptions[d.description].kind].each is not None
+                for d in process.descriptors
+            )
         )
 
     def _await_children(self, do: Sequence, process: Process) -> None:
@@ -511,6 +514,8 @@ class _Compiler:
             do.call(nr.PRCTL, _PR_SET_DUMPABLE, 1 if process.dumpable == 1 else 0)
             timers.create(program, do, process)
         do.late = True
+        if leader:
+            kernel_files.position(self.rebuild, do, process)
         if local is None:
             do.barrier(_GO, self.running + 1)
         else:

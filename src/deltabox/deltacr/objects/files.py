@@ -19,7 +19,7 @@ from ...linux.openat2 import openat2
 from ..model import Description
 from ..rebuild import Entry, Kind, Rebuild
 from ..subject import Refused, Subject
-from . import ghosts
+from . import ghosts, kernel_files
 
 _O_PATH = 0o10000000
 _O_NOFOLLOW = 0o400000
@@ -32,6 +32,11 @@ def capture(subject: Subject, info: os.stat_result) -> Description:
     target, flags = subject.target, subject.flags
     if subject.sends_signals:
         raise Refused("a file that sends SIGIO")
+    if target.startswith(PROC_ROOTS) or target in ("/proc", "/sys"):
+        # what is below /proc/sys depends on the namespaces of who looks, and is never replaced
+        if not target.startswith("/proc/sys/") or target.endswith(ghosts.DELETED):
+            check_name(subject.table.root, target, info, follow=not flags & _O_PATH)
+        return kernel_files.capture(subject)
     if flags & _O_PATH:
         return _named("path", subject, info)
     if stat.S_ISFIFO(info.st_mode):
@@ -46,8 +51,6 @@ def capture(subject: Subject, info: os.stat_result) -> Description:
         return _named("directory", subject, info, position)
     if not stat.S_ISREG(info.st_mode):
         raise Refused(f"of a kind that cannot be captured, {target}")
-    if target.startswith(PROC_ROOTS):
-        raise Refused(f"a kernel file, {target}")
     return _named("file", subject, info, position)
 
 
