@@ -27,7 +27,9 @@ class Names:
         self.born = born
         self.ghosts = ghosts
         self._pristine: set[tuple[str, int]] = set()
-        self._named: dict[tuple[str, int, int], bool] = {}
+        self._named: dict[tuple[str, int, int], bool] = {}  # whether it has one version only
+        self._ghosts: dict[tuple[str, int, int], int] = {}
+        self._found: dict[tuple[str, int, int], int] = {}
         self._root = os.fstat(root_fd)
 
     def is_pristine(self, mapping: Mapping) -> bool:
@@ -55,19 +57,20 @@ class Names:
         magic = f"/proc/{host}/{link}"
         path, info = os.readlink(magic), os.stat(magic)
         key = (path, info.st_dev, info.st_ino)
-        try:
-            if key not in self._named:
-                files.check_name(self.root_fd, path, info)
-                self._named[key] = True
-            return path, -1
-        except Refused as refused:
-            said = str(refused)
-        if path.endswith(DELETED):
+        if key not in self._found:
             try:
-                return path, self.ghosts.enter(magic, path)
+                files.check_name(self.root_fd, path, info)
+                self._found[key] = -1
             except Refused as refused:
                 said = str(refused)
-        raise refuse(f"{verb} {said}", "file")
+                if path.endswith(DELETED):
+                    try:
+                        self._found[key] = self.ghosts.enter(magic, path)
+                    except Refused as again:
+                        said = str(again)
+                if key not in self._found:
+                    raise refuse(f"{verb} {said}", "file") from None
+        return path, self._found[key]
 
     def mapped(self, host: int, mappings: list[Mapping], refuse: Refuse) -> list[Mapping]:
         """Each mapped file's name must still lead to it, or it is a ghost."""
@@ -75,28 +78,19 @@ class Names:
 
     def _mapped(self, host: int, mapping: Mapping, refuse: Refuse) -> Mapping:
         key = (mapping.path, mapping.device, mapping.inode)
-        name, path = mapping.path, mapping.path
         if key not in self._named:
-            info = self._look(mapping)
+            info, name = self._look(mapping), mapping.path
             if info is None or info.st_ino != mapping.inode:
-                mapping = self._ghost(host, mapping, refuse)
-                magic = _map_file(host, mapping)
-                name, path, info = mapping.path.removesuffix(DELETED), magic, os.stat(magic)
+                self._ghosts[key] = self._ghost(host, mapping, refuse)
+                info, name = os.stat(_map_file(host, mapping)), name.removesuffix(DELETED)
             elif info.st_ctime < self.born - 1:
                 self._pristine.add((mapping.path, mapping.inode))
-            named = (
-                info.st_ctime < self.born
-                # a file that was opened for writing had been copied up before it was mapped
-                or (mapping.shared and mapping.may_write)
-                # only a file of the base that has changed since can have two versions
-                or not self._in_base(name)
-            )
-            if mapping.ghost < 0:
-                self._named[key] = named
-            if named:
-                return mapping
-        if mapping.ghost >= 0 or not self._named[key]:
-            self._check_version(host, mapping, path, refuse)
+            # only a file of the base that has changed since can have two versions
+            self._named[key] = info.st_ctime < self.born or not self._in_base(name)
+        mapping = replace(mapping, ghost=self._ghosts.get(key, -1))
+        # a file that was opened for writing had been copied up before it was mapped
+        if not (self._named[key] or (mapping.shared and mapping.may_write)):
+            self._check_version(host, mapping, refuse)
         return mapping
 
     def _look(self, mapping: Mapping) -> os.stat_result | None:
@@ -110,12 +104,11 @@ class Names:
         finally:
             os.close(fd)
 
-    def _ghost(self, host: int, mapping: Mapping, refuse: Refuse) -> Mapping:
+    def _ghost(self, host: int, mapping: Mapping, refuse: Refuse) -> int:
         try:
-            found = self.ghosts.enter(_map_file(host, mapping), mapping.path)
+            return self.ghosts.enter(_map_file(host, mapping), mapping.path)
         except Refused as refused:
             raise refuse(f"maps {refused}", "mapping") from None
-        return replace(mapping, ghost=found)
 
     def _in_base(self, path: str) -> bool:
         if self.base < 0:
@@ -126,12 +119,12 @@ class Names:
             return False
         return True
 
-    def _check_version(self, host: int, mapping: Mapping, path: str, refuse: Refuse) -> None:
+    def _check_version(self, host: int, mapping: Mapping, refuse: Refuse) -> None:
         memory_fd = os.open(f"/proc/{host}/mem", os.O_RDONLY | os.O_CLOEXEC)
         if mapping.ghost >= 0:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(_map_file(host, mapping), os.O_RDONLY | os.O_CLOEXEC)
         else:
-            file = openat2(self.root_fd, path, os.O_RDONLY)
+            file = openat2(self.root_fd, mapping.path, os.O_RDONLY)
         try:
             memory.check_version(memory_fd, mapping, file, refuse)
         finally:
