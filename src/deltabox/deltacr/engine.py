@@ -37,6 +37,7 @@ from . import boot, checkpoint
 from .live import Exit as Exit
 from .live import Live, WorldState
 from .objects import mqueues
+from .objects.ghosts import Attic
 from .peer import Peer, PeerGone, ProgramFailed, Run, end_task, own_task, pair
 from .records import Program, Sealed, Var
 from .stash import duplicate, plan
@@ -197,7 +198,12 @@ class Tree:
         return live
 
     def checkpoint(
-        self, live: Live, *, externals: Mapping[int, str], at_instant: Callable[[], T]
+        self,
+        live: Live,
+        *,
+        externals: Mapping[int, str],
+        attic: Attic,
+        at_instant: Callable[[], T],
     ) -> tuple[Template, T]:
         """Capture a tree into a fresh template; see `checkpoint.take`."""
         blank = self._successor(live)
@@ -211,6 +217,7 @@ class Tree:
                 reference=self.reference,
                 born=self.born,
                 externals=externals,
+                attic=attic,
                 at_instant=at_instant,
             )
         except BaseException:
