@@ -50,7 +50,7 @@ _REFUSED_FLAGS = {
 # VmFlags -> advice of madvise(2) that sets them again
 _ADVICE = {"rr": 1, "sr": 2, "dc": 10, "mg": 12, "hg": 14, "nh": 15, "dd": 16, "wf": 18}
 _IOV_MAX = 1024
-_MADV_DONTNEED = 4
+_MADV_UNMERGEABLE = 13
 _PR_SET_VMA = 0x53564D41
 _DELETED = " (deleted)"
 
@@ -217,7 +217,10 @@ def restore(
 
 def advise(do: Sequence, process: Process) -> None:
     """Flags that would act on our own forks, and the rest of madvise(2), once all is in place."""
+    merged = process.attributes is not None and process.attributes.merge
     for mapping in process.mappings:
+        if merged and mapping.kind == "anonymous" and "mg" not in mapping.flags:
+            do.call(nr.MADVISE, mapping.start, mapping.size, _MADV_UNMERGEABLE, may_fail=True)
         for flag, advice in _ADVICE.items():
             if flag in mapping.flags and mapping.kind != "vdso":
                 if flag == "wf" and mapping.kind != "anonymous":

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..linux.ptrace import Registers, Rseq
+from .objects.attributes import ProcessAttributes, ThreadAttributes
 
 PAGE = 4096
 
@@ -44,11 +45,7 @@ class Thread:
     clear_child_tid: int
     robust_list: tuple[int, int]
     rseq: Rseq
-    comm: bytes
-    nice: int
-    affinity: bytes | None  # None: that of every other process
-    pdeathsig: int
-    timer_slack: int
+    attributes: ThreadAttributes
     credentials: Credentials
     memory: tuple[tuple[int, bytes], ...] = ()  # what the continued call reads, below the stack
 
@@ -181,18 +178,11 @@ class Process:
     descriptors: tuple[Descriptor, ...] = ()
     cwd: str = "/"
     root: str = "/"
-    umask: int = 0o022
     sigactions: tuple[bytes, ...] = ()  # struct kernel_sigaction, index 0 is signal 1
     pending: tuple[bytes, ...] = ()
     itimers: tuple[bytes, ...] = ()
     timers: tuple[PosixTimer, ...] = ()
-    rlimits: tuple[tuple[int, int], ...] = ()
-    dumpable: int = 1
-    subreaper: bool = False
-    thp_disabled: bool = False
-    personality: int = 0
-    oom_score_adj: int | None = None  # None: PID 1's
-    coredump_filter: int | None = None
+    attributes: ProcessAttributes | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ be called from one thread for one freeze.  Constants: uapi/linux/ptrace.h.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import struct
@@ -26,6 +27,7 @@ PTRACE_PEEKSIGINFO = 0x4209
 PTRACE_GETSIGMASK = 0x420A
 PTRACE_SETSIGMASK = 0x420B
 PTRACE_GET_RSEQ_CONFIGURATION = 0x420F
+PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG = 0x4211
 
 O_TRACESYSGOOD = 1
 O_TRACEFORK = 2
@@ -210,6 +212,18 @@ def get_rseq(tid: int) -> Rseq:
     _call(PTRACE_GET_RSEQ_CONFIGURATION, tid, 24, ctypes.addressof(data))
     address, size, signature, flags = struct.unpack("QIIIxxxx", data.raw)
     return Rseq(address, size, signature, flags)
+
+
+def dispatches_calls(tid: int) -> bool:
+    """Whether PR_SET_SYSCALL_USER_DISPATCH is on; False where the kernel cannot tell."""
+    data = ctypes.create_string_buffer(32)
+    try:
+        _call(PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, tid, 32, ctypes.addressof(data))
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.EINVAL):
+            return False
+        raise
+    return bool(struct.unpack_from("<Q", data)[0])
 
 
 def stop_signal(status: int) -> int:
