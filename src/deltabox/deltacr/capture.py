@@ -31,12 +31,12 @@ from .model import (
     Thread,
 )
 from .names import Names
-from .objects import attributes, credentials, signals, timers
+from .objects import attributes, credentials, seccomp, signals, timers
 from .subject import Refuse
 
 _PR_GET_SECUREBITS, _PR_GET_TID_ADDRESS = 27, 40
 # Fields of a thread that are restored on the last steps, after a stopped job has stopped.
-_SET_LAST = ("registers", "xstate", "sigmask", "altstack", "rseq", "memory")
+_SET_LAST = ("registers", "xstate", "sigmask", "altstack", "rseq", "memory", "seccomp")
 _NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "user", "cgroup", "time")
 
 _Asked = tuple[
@@ -186,6 +186,7 @@ class _Capturing:
                 for t in threads
             )
             itimers = waiting.itimers
+        seccomp.check(threads, signals.handled(actions), refuse)
         by_host = {t.host_tid: t.tid for t in threads}
         self.table.inside |= by_host
         self.table.inside[stat.pgrp] = int(status["NSpgid"].split()[-1])
@@ -266,7 +267,7 @@ class _Capturing:
         for tid in tids:
             task = status if tid == host else proc.status(host, tid)
             if task["Seccomp"] != "0":
-                raise refuse("is under a seccomp filter", "seccomp")
+                seccomp.suspend(tid)
             if tid != host:
                 for kind, what in (
                     (pidfd.KCMP_FILES, "descriptor table"),
@@ -399,6 +400,7 @@ class _Capturing:
             rseq=rseq,
             attributes=carried,
             credentials=who,
+            seccomp=seccomp.capture(tid, int(status["Seccomp"])),
             memory=extra,
         )
 

@@ -23,6 +23,7 @@ from .freeze import Frozen, freeze
 from .interrupted import Waits
 from .live import Live
 from .model import PAGE, Capture
+from .objects.seccomp import forbids_restart
 from .peer import PeerGone, ProgramFailed, Run, insist
 from .program import compile_program
 from .records import Var
@@ -129,7 +130,12 @@ def _put_back(pid: int, tids: list[int], frozen: Frozen, waits: Waits) -> None:
     try:
         for tid in tids:
             fixed = waits.live(
-                tid, ptrace.get_registers(tid), memory_fd, frozen.began, frozen.stopped
+                tid,
+                ptrace.get_registers(tid),
+                memory_fd,
+                frozen.began,
+                frozen.stopped,
+                forbids_restart,
             )
             if fixed is not None:
                 ptrace.set_registers(tid, fixed)

@@ -27,7 +27,7 @@ from ..errors import CheckpointError
 from ..linux import proc, ptrace
 from .live import Live
 from .peer import insist
-from .records import CODE
+from .records import CODE, CONTROL, FRAMES
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,8 @@ def _check_settled(live: Live, frozen: Frozen) -> None:
 
 
 def in_interpreter(address: int) -> bool:
-    return CODE <= address < CODE + 0x10_0000
+    """In our code, or in the last steps of a thread that gets its filters back."""
+    return CODE <= address < CODE + 0x10_0000 or FRAMES <= address < CONTROL
 
 
 def _seize(tid: int) -> bool:

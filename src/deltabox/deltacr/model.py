@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from ..linux.ptrace import Registers, Rseq
 from .objects.attributes import ProcessAttributes, ThreadAttributes
+from .objects.seccomp import NONE as NO_SECCOMP
+from .objects.seccomp import Seccomp
 
 PAGE = 4096
 
@@ -47,6 +49,7 @@ class Thread:
     rseq: Rseq
     attributes: ThreadAttributes
     credentials: Credentials
+    seccomp: Seccomp = NO_SECCOMP
     memory: tuple[tuple[int, bytes], ...] = ()  # what the continued call reads, below the stack
 
 

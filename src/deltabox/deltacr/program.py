@@ -341,13 +341,17 @@ class _Compiler:
         return index
 
     def _frames(self, do: Sequence, process: Process) -> None:
-        """The only memory of ours that stays: each thread's signal frame."""
-        content, offsets = frame.build(process.threads)
-        size = (len(content) + 4095) & ~4095
-        do.call(nr.MMAP, FRAMES, size, 3, 0x100022, -1, 0, what="map frames")
-        do.copy(FRAMES, self.program.data(content, 64), len(content))
-        for thread, offset in zip(process.threads, offsets, strict=True):
-            self._frame_at[process.pid, thread.tid] = FRAMES + offset
+        """The only memory of ours that stays: each thread's last frame, and its exit if any."""
+        built = frame.build(process.threads, signals.handled(process.sigactions))
+        size = built.code_at - FRAMES
+        more = (len(built.code) + 4095) & ~4095
+        do.call(nr.MMAP, FRAMES, size + more, 3, 0x100022, -1, 0, what="map frames")
+        do.copy(FRAMES, self.program.data(built.content, 64), len(built.content))
+        if built.code:
+            do.copy(built.code_at, self.program.data(built.code), len(built.code))
+            do.call(nr.MPROTECT, built.code_at, more, 5, what="protect exits")
+        for thread in process.threads:
+            self._frame_at[process.pid, thread.tid] = built.frames[thread.tid]
 
     @property
     def _frame_at(self) -> dict[tuple[int, int], int]:
