@@ -246,6 +246,29 @@ def test_no_time_stamp_counter(sandbox: Sandbox) -> None:
         sandbox.rollback(checkpoint)
 
 
+def test_limits_lower_than_what_is_taken(sandbox: Sandbox) -> None:
+    check(
+        sandbox,
+        setup=_TOOLS
+        + """
+os.setresuid(33, 33, 33)
+signal.pthread_sigmask(signal.SIG_BLOCK, [35])
+workers = [Worker('pass') for _ in range(4)]
+for n in range(5): os.kill(os.getpid(), 35)
+files = [os.open('/dev/null', 0) for _ in range(20)]
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+resource.setrlimit(resource.RLIMIT_SIGPENDING, (2, 2))
+resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+x = 0
+""",
+        report="[[w.ask('x + 1') for w in workers], [resource.getrlimit(n) for n in range(16)],"
+        "sorted(signal.sigpending()), os.stat(files[-1]).st_rdev, x]",
+        change="x += 1",
+        rollbacks=2,
+    )
+
+
 def test_the_slack_that_zero_stands_for(sandbox: Sandbox) -> None:
     """It comes from whoever made the task, and is asked for by a change that is undone."""
     check(

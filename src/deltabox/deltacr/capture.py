@@ -31,7 +31,7 @@ from .model import (
     Thread,
 )
 from .names import Names
-from .objects import attributes, credentials, seccomp, signals, timers
+from .objects import attributes, credentials, locked, seccomp, signals, timers
 from .subject import Refuse
 
 _PR_GET_SECUREBITS, _PR_GET_TID_ADDRESS = 27, 40
@@ -170,6 +170,7 @@ class _Capturing:
             ) as injection:
                 mine = self._ask_process(host, injection, int(status["Umask"], 8), refuse)
                 answers = {tid: self._ask_thread(tid, injection) for tid in tids}
+                lock_future = locked.future(host, status.get("VmLck", ""), gap)
             actions, itimers, posix, brk, carried = mine
             pending = tuple(ptrace.pending(host, shared=True))
             partial = Process(pid, host, 0, 0, 0, 0, b"", sigactions=actions, pending=pending)
@@ -241,6 +242,7 @@ class _Capturing:
             itimers=itimers,
             timers=tuple(posix),
             attributes=carried,
+            lock_future=lock_future,
         )
 
     def _still_to_resume(self, pid: int, threads: tuple[Thread, ...]) -> Process | None:

@@ -70,6 +70,7 @@ class Mapping:
     inode: int = 0
     of_base: bool = False  # a private mapping of a file that is the base's, unchanged
     pages: tuple[tuple[int, int], ...] = ()
+    guards: tuple[tuple[int, int], ...] = ()  # MADV_GUARD_INSTALL
 
     @property
     def size(self) -> int:
@@ -186,6 +187,7 @@ class Process:
     itimers: tuple[bytes, ...] = ()
     timers: tuple[PosixTimer, ...] = ()
     attributes: ProcessAttributes | None = None
+    lock_future: int = 0  # flags of mlockall(2)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ..linux import numbers as nr
 from . import boot, frame, kinds, memory
 from .boot import World
 from .model import Capture, Process, Thread
-from .objects import attributes, credentials, signals, timers
+from .objects import attributes, credentials, locked, signals, timers
 from .rebuild import Entry, Rebuild, nothing
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
 from .stash import Stash
@@ -312,6 +312,8 @@ class _Compiler:
         signals.restore_handlers(program, do, process)
         attributes.restore_process(program, do, process, self.limits)
         memory.advise(do, process)
+        memory.guard_and_seal(do, process)
+        locked.restore(program, do, process, self.limits)
         self._directories(do, process)
         local = None
         if process.stopped:
@@ -457,8 +459,8 @@ class _Compiler:
             do.barrier(local[0], len(process.threads))
         if leader:
             # every thread has changed its credentials by now, and each change cleared this
-            attributes.restore_last(program, do, process, self.limits)
             timers.create(program, do, process)
+            attributes.restore_last(program, do, process, self.limits)
         do.late = True
         if local is None:
             do.barrier(_GO, self.running + 1)

@@ -5,9 +5,10 @@ from outside; for the rest the thread itself is asked by injection.  What a rebu
 before it sets anything is what the engine's own processes have, so the keeper asks itself the
 same questions (`ordinary`), and only what differs is set.
 
-What stays open after the process's ids are its own goes last: RLIMIT_NICE and RLIMIT_RTPRIO, which
-would forbid the threads to take their captured priority, and dumpable, which every change of
-credentials resets (commit_creds in kernel/cred.c).
+Some come last.  A process may have lowered a limit below what it had taken by then: so limits of
+threads, queued signals and priorities are set when all that they govern is there, and that of
+locked memory by objects/locked.py.  And dumpable, which every change of credentials resets
+(commit_creds in kernel/cred.c).
 
 Rejected: refusing fs.suid_dumpable's value 2, which prctl(PR_SET_DUMPABLE) does not take.  It is
 what the kernel leaves behind in every server that drops its ids on hosts that collect core dumps;
@@ -56,7 +57,8 @@ _MEMBARRIER, _GET_REGISTRATIONS, _REGISTRATIONS = 324, 512, (4, 16, 64, 256)
 _GET_MEMPOLICY, _SET_MEMPOLICY, _NODE_BITS = 239, 238, 1024
 _MODIFY_LDT, _IOPRIO_SET, _SCHED_SETATTR, _SETFSUID = 154, 251, 314, 122
 _RLIMITS = range(16)
-_LIMITS_OF_PRIORITY = (13, 14)  # RLIMIT_NICE, RLIMIT_RTPRIO
+_LAST_LIMITS = (6, 11, 13, 14)  # RLIMIT_NPROC, RLIMIT_SIGPENDING, RLIMIT_NICE, RLIMIT_RTPRIO
+RLIMIT_MEMLOCK = 8
 _UNSET = (1 << 32) - 1
 
 
@@ -327,8 +329,8 @@ def restore_process(
     it = process.attributes
     assert it is not None
     for which, limit in enumerate(it.rlimits):
-        if which not in _LIMITS_OF_PRIORITY:
-            _limit(program, do, which, limit, inherited)
+        if which not in (*_LAST_LIMITS, RLIMIT_MEMLOCK):
+            set_limit(program, do, which, limit, inherited)
     if it.subreaper:
         do.call(nr.PRCTL, _PR_SET_CHILD_SUBREAPER, 1)
     if it.thp:
@@ -419,16 +421,16 @@ def restore_after_credentials(do: Sequence, thread: Thread) -> None:
 def restore_last(
     program: Program, do: Sequence, process: Process, inherited: Items[tuple[int, int]]
 ) -> None:
-    """By the main thread, when every thread has its own priority and credentials."""
+    """By the main thread, when threads have their priority, credentials, signals and timers."""
     it = process.attributes
     assert it is not None
-    for which in _LIMITS_OF_PRIORITY:
-        _limit(program, do, which, it.rlimits[which], inherited)
+    for which in _LAST_LIMITS:
+        set_limit(program, do, which, it.rlimits[which], inherited)
     if it.dumpable in (0, 1):
         do.call(nr.PRCTL, _PR_SET_DUMPABLE, it.dumpable)
 
 
-def _limit(
+def set_limit(
     program: Program,
     do: Sequence,
     which: int,
