@@ -32,25 +32,25 @@ from .model import (
 )
 from .model import Mapping as Vma
 from .names import Names
-from .objects import credentials, mqueues, remains, signals, timers
+from .objects import attributes, credentials, locked, mqueues, remains, seccomp, signals, timers
 from .objects.ghosts import Attic, Ghosts
 from .subject import Refuse, Refused
 
-_PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
-_PR_GET_TIMERSLACK, _PR_GET_CHILD_SUBREAPER, _PR_GET_TID_ADDRESS = 30, 37, 40
-_PR_GET_THP_DISABLE = 42
-_RLIMITS = range(16)
+_PR_GET_SECUREBITS, _PR_GET_TID_ADDRESS = 27, 40
 # Fields of a thread that are restored on the last steps, after a stopped job has stopped.
-_SET_LAST = ("registers", "xstate", "sigmask", "altstack", "rseq", "memory", "blocked")
+_SET_LAST = (
+    *("registers", "xstate", "sigmask", "altstack", "rseq", "memory", "seccomp", "blocked"),
+)
 _NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "user", "cgroup", "time")
 
 _Asked = tuple[
     tuple[bytes, ...],
     tuple[bytes, ...],
     list[PosixTimer],
-    dict[str, int],
-    tuple[tuple[int, int], ...],
+    int,
+    attributes.ProcessAttributes,
 ]
+_Answers = tuple[bytes, int, int, attributes.Asked]
 
 
 def capture(
@@ -99,9 +99,6 @@ class _Capturing:
         self.namespaces = {
             name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
         }
-        self.affinity = os.sched_getaffinity(live.init)
-        self.oom = proc.read(f"/proc/{live.init}/oom_score_adj")
-        self.coredump_filter = proc.read(f"/proc/{live.init}/coredump_filter")
 
     def whole(self) -> Capture:
         self._check_world()
@@ -196,9 +193,10 @@ class _Capturing:
             with Injection(
                 leader=host, memory=memory_fd, gap=gap, vdso=vdso, ignores_trap=ignores_trap
             ) as injection:
-                mine = self._ask_process(host, injection, refuse)
+                mine = self._ask_process(host, injection, int(status["Umask"], 8), refuse)
                 answers = {tid: self._ask_thread(tid, injection) for tid in tids}
-            actions, itimers, posix, asked, limits = mine
+                lock_future = locked.future(host, status.get("VmLck", ""), gap)
+            actions, itimers, posix, brk, carried = mine
             pending = tuple(ptrace.pending(host, shared=True))
             partial = Process(pid, host, 0, 0, 0, 0, b"", sigactions=actions, pending=pending)
             threads = tuple(
@@ -214,6 +212,7 @@ class _Capturing:
                 for t in threads
             )
             itimers = waiting.itimers
+        seccomp.check(threads, signals.handled(actions), refuse)
         by_host = {t.host_tid: t.tid for t in threads}
         self.table.inside |= by_host
         self.table.inside[stat.pgrp] = int(status["NSpgid"].split()[-1])
@@ -252,7 +251,7 @@ class _Capturing:
                 stat.start_data,
                 stat.end_data,
                 stat.start_brk,
-                asked["brk"],
+                brk,
                 stat.start_stack,
                 stat.arg_start,
                 stat.arg_end,
@@ -265,20 +264,12 @@ class _Capturing:
             cwd=cwd,
             cwd_ghost=cwd_ghost,
             root=self.names.root_of(host, refuse),
-            umask=int(status["Umask"], 8),
             sigactions=actions,
             pending=pending,
             itimers=itimers,
             timers=tuple(posix),
-            rlimits=limits,
-            dumpable=asked["dumpable"],
-            subreaper=bool(asked["subreaper"]),
-            thp_disabled=bool(asked["thp"]),
-            personality=int(proc.read(f"/proc/{host}/personality"), 16),
-            oom_score_adj=_unless(self.oom, proc.read(f"/proc/{host}/oom_score_adj"), 10),
-            coredump_filter=_unless(
-                self.coredump_filter, proc.read(f"/proc/{host}/coredump_filter"), 16
-            ),
+            attributes=carried,
+            lock_future=lock_future,
         )
 
     def _shared(self, host: int, mapping: Vma, refuse: Refuse) -> Vma:
@@ -309,12 +300,11 @@ class _Capturing:
         for name, expected in self.namespaces.items():
             if os.stat(f"/proc/{host}/ns/{name}").st_ino != expected:
                 raise refuse(f"has a {name} namespace of its own", f"{name} namespace")
-        if os.stat(f"/proc/{host}/ns/pid_for_children").st_ino != self.namespaces["pid"]:
-            raise refuse("has a pid namespace of its own for its children", "pid namespace")
+        attributes.check_before_asking(host, tids, self.namespaces, refuse)
         for tid in tids:
             task = status if tid == host else proc.status(host, tid)
             if task["Seccomp"] != "0":
-                raise refuse("is under a seccomp filter", "seccomp")
+                seccomp.suspend(tid)
             if tid != host:
                 for kind, what in (
                     (pidfd.KCMP_FILES, "descriptor table"),
@@ -327,31 +317,24 @@ class _Capturing:
         self,
         host: int,
         injection: Injection,
+        umask: int,
         refuse: Refuse,
     ) -> _Asked:
         data = injection.data
         itimer_at = signals.SIGNALS * signals.SIGACTION_SIZE
         timer_at = itimer_at + 3 * timers.ITIMER_SIZE
-        word_at = 4096 - 64
-        limits_at = word_at - 16 * len(_RLIMITS)
+        carried_at = 4096 - attributes.PROCESS_AREA
         try:
             posix = timers.listed(host)
         except timers.Refused as refused:
             raise refuse(f"has {refused}", "timer") from None
-        if len(posix) > (limits_at - timer_at) // timers.ITIMERSPEC_SIZE:
+        if len(posix) > (carried_at - timer_at) // timers.ITIMERSPEC_SIZE:
             raise refuse(f"has {len(posix)} POSIX timers", "timer")
         calls = signals.capture_calls(data)
         calls += timers.capture_calls(data + itimer_at)
         calls += timers.setting_calls(posix, data + timer_at)
         first = len(calls)
-        calls += [
-            (nr.BRK, 0),
-            (nr.PRCTL, _PR_GET_DUMPABLE),
-            (nr.PRCTL, _PR_GET_CHILD_SUBREAPER, data + word_at),
-            (nr.PRCTL, _PR_GET_THP_DISABLE, 0, 0, 0, 0),
-        ]
-        # asked from inside: prlimit(2) on another's process would need CAP_SYS_RESOURCE
-        calls += [(nr.PRLIMIT64, 0, which, 0, data + limits_at + 16 * which) for which in _RLIMITS]
+        calls += [(nr.BRK, 0), *attributes.process_calls(data + carried_at)]
         results = injection.run(host, calls)
         buffer = injection.read(0, 4096)
         settled = [
@@ -366,51 +349,55 @@ class _Capturing:
             )
             for i, t in enumerate(posix)
         ]
-        asked = {
-            "brk": results[first],
-            "dumpable": results[first + 1],
-            "subreaper": struct.unpack_from("<i", buffer, word_at)[0],
-            "thp": results[first + 3],
-        }
-        limits = tuple(struct.unpack_from("<QQ", buffer, limits_at + 16 * w) for w in _RLIMITS)
+        carried = attributes.process(
+            host,
+            self.live.init,
+            self.owner,
+            umask,
+            results[first + 1 :],
+            buffer[carried_at:],
+            refuse,
+        )
         return (
             signals.parse(buffer),
             timers.parse(buffer[itimer_at:timer_at]),
             settled,
-            asked,
-            limits,
+            results[first],
+            carried,
         )
 
-    def _ask_thread(self, tid: int, injection: Injection) -> tuple[bytes, int, int, int, int]:
+    def _ask_thread(self, tid: int, injection: Injection) -> _Answers:
         data = injection.data
         results = injection.run(
             tid,
             [
                 (nr.SIGALTSTACK, 0, data),
                 (nr.PRCTL, _PR_GET_TID_ADDRESS, data + 32),
-                (nr.PRCTL, _PR_GET_PDEATHSIG, data + 40),
-                (nr.PRCTL, _PR_GET_TIMERSLACK),
                 (nr.PRCTL, _PR_GET_SECUREBITS),
+                *attributes.thread_calls(data + 64),
             ],
         )
-        buffer = injection.read(0, 48)
-        address, pdeathsig = struct.unpack_from("<Qi", buffer, 32)
-        return buffer[:24], address, pdeathsig, results[3], results[4]
+        undo = attributes.put_back_calls(results[3:])
+        if undo:
+            injection.run(tid, undo)
+        buffer = injection.read(0, 64 + attributes.THREAD_AREA)
+        address = struct.unpack_from("<Q", buffer, 32)[0]
+        asked = attributes.asked(results[3:], buffer[64:])
+        return buffer[:24], address, results[2], asked
 
     def _thread(
         self,
         host: int,
         tid: int,
-        answers: tuple[bytes, int, int, int, int],
+        answers: _Answers,
         process: Process,
         memory_fd: int,
         refuse: Refuse,
     ) -> Thread:
-        altstack, clear_tid, pdeathsig, slack, securebits = answers
+        altstack, clear_tid, securebits, asked = answers
         status = proc.status(host, tid)
         stat = proc.stat(host, tid)
-        if stat.policy not in (0, 3) or stat.rt_priority:
-            raise refuse("has a real-time or idle scheduling class", "scheduler")
+        carried = attributes.thread(host, tid, self.live.init, stat, asked, refuse)
         registers = ptrace.get_registers(tid)
         if registers.cs != 0x33:
             raise refuse("runs 32-bit code", "registers")
@@ -434,7 +421,6 @@ class _Capturing:
             abort = _rseq_abort(memory_fd, rseq.address, fixed.rip)
             if abort:
                 fixed.rip = abort
-        affinity = os.sched_getaffinity(tid)
         try:
             who = credentials.capture(status, self.owner, securebits)
         except credentials.Refused as refused:
@@ -450,12 +436,9 @@ class _Capturing:
             clear_child_tid=clear_tid,
             robust_list=get_robust_list(tid),
             rseq=rseq,
-            comm=os.fsencode(stat.comm),
-            nice=stat.nice,
-            affinity=None if affinity == self.affinity else _cpu_mask(affinity),
-            pdeathsig=pdeathsig,
-            timer_slack=slack,
+            attributes=carried,
             credentials=who,
+            seccomp=seccomp.capture(tid, int(status["Seccomp"])),
             memory=extra,
             blocked=blocked,
         )
@@ -502,15 +485,6 @@ class _Capturing:
             raise UnsupportedState(
                 f"the ended process {comm} had an {refused}", process=comm, object="credentials"
             ) from None
-
-
-def _unless(common: bytes, own: bytes, base: int) -> int | None:
-    return None if own == common else int(own, base)
-
-
-def _cpu_mask(cpus: set[int]) -> bytes:
-    value = sum(1 << cpu for cpu in cpus)
-    return value.to_bytes(max(8, (value.bit_length() + 63) // 64 * 8), "little")
 
 
 def _rseq_abort(memory: int, area: int, rip: int) -> int:

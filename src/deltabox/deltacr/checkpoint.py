@@ -8,12 +8,12 @@ tree is thawed as it was.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ..errors import CheckpointError, DeltaBoxError
@@ -24,6 +24,7 @@ from .interrupted import Waits
 from .live import Live
 from .model import PAGE, Capture
 from .objects.ghosts import Attic
+from .objects.seccomp import forbids_restart
 from .peer import PeerGone, ProgramFailed, Run, insist
 from .program import compile_program
 from .records import Var
@@ -57,7 +58,8 @@ def take(
     started = time.monotonic()
     with live.lock:
         try:
-            with freeze(live) as frozen, _undisturbed(frozen, live.waits):
+            undisturbed = functools.partial(_undisturbed, waits=live.waits)
+            with freeze(live, undisturbed) as frozen:
                 seen, copies = capture(
                     live,
                     frozen,
@@ -82,9 +84,7 @@ def take(
         except OSError as error:
             raise CheckpointError(f"the tree could not be captured: {error}") from error
     limits = [_limit(which) for which in range(16)]
-    blank.sealed, blank.pid = compile_program(
-        seen, stash, network=network, limits=limits, nice=os.getpriority(os.PRIO_PROCESS, 0)
-    )
+    blank.sealed, blank.pid = compile_program(seen, stash, network=network, limits=limits)
     blank.capture = seen
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
     blank.stash = stash
@@ -117,31 +117,30 @@ def check_reads(run: Run, checks: list[tuple[Var, int]]) -> None:
             raise CheckpointError("some pages of a process could not be read")
 
 
-@contextlib.contextmanager
-def _undisturbed(frozen: Frozen, waits: Waits) -> Iterator[None]:
+def _undisturbed(frozen: Frozen, waits: Waits) -> None:
     """Before the thaw, calls that the kernel would end with EINTR are put back."""
-    try:
-        yield
-    finally:
-        for pid, tids in frozen.threads.items():
-            try:
-                insist(lambda pid=pid, tids=tids: _put_back(pid, tids, frozen, waits))  # type: ignore[misc]
-            except ProcessLookupError:
-                log.debug("process %d was killed while it was frozen", pid)
-        waits.forget_others(set(frozen.tids()))
+    for pid, tids in frozen.threads.items():
+        try:
+            memory_fd = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+        except (FileNotFoundError, ProcessLookupError):
+            log.debug("process %d was killed while it was frozen", pid)
+            continue
+        try:
+            for tid in tids:
+                insist(functools.partial(_put_back, tid, memory_fd, frozen, waits))
+        finally:
+            os.close(memory_fd)
+    waits.forget_others(set(frozen.tids()))
 
 
-def _put_back(pid: int, tids: list[int], frozen: Frozen, waits: Waits) -> None:
-    memory_fd = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+def _put_back(tid: int, memory_fd: int, frozen: Frozen, waits: Waits) -> None:
     try:
-        for tid in tids:
-            fixed = waits.live(
-                tid, ptrace.get_registers(tid), memory_fd, frozen.began, frozen.stopped
-            )
-            if fixed is not None:
-                ptrace.set_registers(tid, fixed)
-    finally:
-        os.close(memory_fd)
+        registers = ptrace.get_registers(tid)
+        fixed = waits.live(tid, registers, memory_fd, frozen.began, frozen.stopped, forbids_restart)
+        if fixed is not None:
+            ptrace.set_registers(tid, fixed)
+    except ProcessLookupError:
+        log.debug("thread %d was killed, or had not stopped yet", tid)
 
 
 def _limit(which: int) -> tuple[int, int]:

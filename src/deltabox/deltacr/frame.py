@@ -4,15 +4,20 @@ rt_sigreturn(2) loads all registers, the extended state, the signal mask and the
 once from a `struct rt_sigframe` (arch/x86/include/asm/sigframe.h).  The frames of all threads of a
 process lie in one small mapping that also counts the threads which still need the control memory.
 They cannot lie on the threads' own stacks: Go's are smaller than a frame.
+
+The first frame of a thread under seccomp leads to its exit (objects/seccomp.py) with all signals
+blocked; behind the frames lie the exits, on pages that can be executed and not written.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..linux.ptrace import Registers
 from .model import Thread
+from .objects.seccomp import Exits
 from .records import FRAMES
 
 _UC_FLAGS = 7  # UC_FP_XSTATE | UC_SIGCONTEXT_SS | UC_STRICT_RESTORE_SS
@@ -23,29 +28,60 @@ _REGISTERS = 8 + 8 + 8 + 24  # where they are in a frame
 _TRAP_FLAG = 0x100
 
 
-def build(threads: Sequence[Thread]) -> tuple[bytes, list[int]]:
-    """(content of the mapping, offset of each thread's frame in it)."""
+@dataclass(frozen=True)
+class Built:
+    """The mapping at FRAMES: what can be written, then the code, from a page of its own on."""
+
+    content: bytes
+    code_at: int
+    code: bytes
+    frames: dict[int, int]  # by tid, the address of the frame to leave the interpreter with
+    last: dict[int, int]  # by tid, the address of the frame of the captured instant
+
+
+def build(threads: Sequence[Thread], handled: int) -> Built:
+    """`handled` are the signals for which the process has a handler."""
+    exits = Exits(threads, handled)
     content = bytearray(struct.pack("<I", len(threads)).ljust(_HEADER, b"\0"))
-    offsets = []
+    content += exits.data
+    last: dict[int, tuple[int, int]] = {}
     for thread in threads:
-        offset = (len(content) + 63) & ~63
-        fpstate = (offset + _FRAME + 63) & ~63
-        content += bytes(offset - len(content))
-        content += _frame(thread, FRAMES + fpstate)
-        content += bytes(fpstate - len(content))
-        content += _extended(thread.xstate)
-        offsets.append(offset)
-    return bytes(content), offsets
+        at = _append(content, 64, bytes(_FRAME))
+        extended = _append(content, 64, _extended(thread.xstate))
+        content[at : at + _FRAME] = _frame(thread, FRAMES + extended)
+        last[thread.tid] = FRAMES + at, FRAMES + extended
+    first = {tid: _append(content, 64, bytes(_FRAME)) for tid in exits.of}
+    code_at = FRAMES + ((len(content) + 4095) & ~4095)
+    code = bytearray()
+    frames = {tid: address for tid, (address, _) in last.items()}
+    for thread in threads:
+        if thread.tid in exits.of:
+            address, extended = last[thread.tid]
+            start = code_at + len(code)
+            code += exits.code(thread, start, address)
+            at = first[thread.tid]
+            content[at : at + _FRAME] = _frame(thread, extended, leads_to=start)
+            frames[thread.tid] = FRAMES + at
+    instants = {tid: address for tid, (address, _) in last.items()}
+    return Built(bytes(content), code_at, bytes(code), frames, instants)
 
 
-def registers(threads: Sequence[Thread], thread: Thread, changed: Registers) -> tuple[int, bytes]:
-    """(offset in the mapping, content) that gives one thread other general registers."""
-    _, offsets = build(threads)
-    at = next(o for o, t in zip(offsets, threads, strict=True) if t.tid == thread.tid)
-    return at + _REGISTERS, _general(changed)
+def _append(content: bytearray, align: int, more: bytes) -> int:
+    content += bytes(-len(content) % align)
+    at = len(content)
+    content += more
+    return at
 
 
-def _general(r: Registers) -> bytes:
+def registers(
+    threads: Sequence[Thread], handled: int, thread: Thread, changed: Registers
+) -> tuple[int, bytes]:
+    """(address, content) that gives one thread other general registers in its last frame."""
+    built = build(threads, handled)
+    return built.last[thread.tid] + _REGISTERS, _general(changed, changed.rip)
+
+
+def _general(r: Registers, rip: int) -> bytes:
     """The first part of struct sigcontext."""
     mask = (1 << 64) - 1
     return struct.pack(
@@ -69,14 +105,15 @@ def _general(r: Registers) -> bytes:
                 r.rax,
                 r.rcx,
                 r.rsp,
-                r.rip,
+                rip,
                 r.eflags & ~_TRAP_FLAG,
             )
         ),
     )
 
 
-def _frame(thread: Thread, fpstate: int) -> bytes:
+def _frame(thread: Thread, fpstate: int, *, leads_to: int | None = None) -> bytes:
+    """The captured instant; or, with nothing but the instruction and the mask changed, an exit."""
     r = thread.registers
     rest = struct.pack(
         "<4H4Q2Q",
@@ -91,12 +128,13 @@ def _frame(thread: Thread, fpstate: int) -> bytes:
         fpstate,
         0,
     )
-    context = (_general(r) + rest).ljust(256, b"\0")
+    rip = r.rip if leads_to is None else leads_to
+    context = (_general(r, rip) + rest).ljust(256, b"\0")
     return (
         struct.pack("<QQQ", 0, _UC_FLAGS, 0)
         + thread.altstack
         + context
-        + struct.pack("<Q", thread.sigmask)
+        + struct.pack("<Q", thread.sigmask if leads_to is None else (1 << 64) - 1)
         + bytes(128)
     )
 

@@ -5,8 +5,11 @@ which is an end because stopped tasks create none.  The threads stay stopped ins
 signal path, so a call that was interrupted there is restarted by the kernel when we detach.  The
 few calls that the kernel does not restart are put right by `interrupted.py`.
 
-A parent in vfork(2) cannot be stopped until its child has called exec; when a thread does not
-stop, all are let go and the freeze is tried again a moment later.
+A parent in vfork(2) cannot be stopped until its child has called exec, and the child would be
+stopped too.  So a freeze begins at a moment when nobody is in vfork.  When a thread still does not
+stop, all are let go, as undisturbed as after a checkpoint, and the freeze is tried again a moment
+later; the moments grow.  (That alone would not do: while the parent is seized the kernel keeps even
+the SIGCHLD that nobody wants, and may wake another thread's rt_sigtimedwait with it.)
 
 Rejected: the cgroup freezer alone (no registers), and staying seized between checkpoints (it
 forbids gdb and strace inside and costs every signal a round trip).
@@ -20,19 +23,21 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
 from ..linux import proc, ptrace
 from .live import Live
 from .peer import insist
-from .records import CODE
+from .records import CODE, CONTROL, FRAMES
 
 log = logging.getLogger(__name__)
 
 _PATIENCE = 0.03  # seconds a thread may take to stop before all are let go for a moment
+_VFORK_PATIENCE, _VFORK_LIMIT = 0.002, 0.5
 _LIMIT = 5.0
+_VFORKS = (b"56", b"58", b"435")  # clone, vfork, clone3
 
 
 @dataclass
@@ -53,25 +58,43 @@ class _Unstoppable(Exception):
 
 
 @contextlib.contextmanager
-def freeze(live: Live) -> Iterator[Frozen]:
-    """Everything but PID 1 is stopped inside the `with`. The caller's thread is the tracer."""
+def freeze(live: Live, put_back: Callable[[Frozen], None]) -> Iterator[Frozen]:
+    """Everything but PID 1 is stopped inside the `with`. The caller's thread is the tracer.
+
+    `put_back` is called before every thaw, also after an attempt that has failed: interrupted
+    calls are put right there. Some of the threads may not be stopped then.
+    """
     deadline = time.monotonic() + _LIMIT
+    moment = 0.001
     while True:
+        _await_vforks(live)
         frozen = Frozen(began=time.monotonic())
         try:
             _stop_all(live, frozen)
             frozen.stopped = time.monotonic()
             break
         except _Unstoppable as error:
-            _thaw(frozen)
+            _give_up(frozen, put_back)
             if time.monotonic() > deadline:
                 raise CheckpointError(f"{error} did not stop within {_LIMIT:.0f} s") from None
-            time.sleep(0.001)
+            time.sleep(moment)
+            moment = min(2 * moment, 0.1)
         except BaseException:
-            _thaw(frozen)
+            _give_up(frozen, put_back)
             raise
     try:
         yield frozen
+    finally:
+        try:
+            put_back(frozen)
+        finally:
+            _thaw(frozen)
+
+
+def _give_up(frozen: Frozen, put_back: Callable[[Frozen], None]) -> None:
+    frozen.stopped = time.monotonic()
+    try:
+        put_back(frozen)
     finally:
         _thaw(frozen)
 
@@ -102,19 +125,46 @@ def _stop_all(live: Live, frozen: Frozen) -> None:
             return
         waiting = {tid: pid for pid, tid in fresh}
         until = time.monotonic() + _PATIENCE
+        look = time.monotonic() + _VFORK_PATIENCE
         pause = 0.0
         while waiting:
             for tid in list(waiting):
                 if _stopped(frozen, tid):
                     del waiting[tid]
             if waiting:
-                if time.monotonic() > until:
+                now = time.monotonic()
+                if now > until or (now > look and all(_in_vfork(tid) for tid in waiting)):
                     tid, pid = next(iter(waiting.items()))
                     raise _Unstoppable(f"thread {tid} of host process {pid}")
                 time.sleep(pause)
                 pause = min(pause + 0.00002, 0.0005)
         for pid in [pid for pid, tids in frozen.threads.items() if not tids]:
             del frozen.threads[pid]
+
+
+def _await_vforks(live: Live) -> None:
+    """Wait for a moment when no thread is in vfork; where there is none, go on without."""
+    until = time.monotonic() + _VFORK_LIMIT
+    while time.monotonic() < until and any(_in_vfork(tid) for tid in _tids(live)):
+        time.sleep(0.001)
+
+
+def _tids(live: Live) -> Iterator[int]:
+    for pid in live.host_pids():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            yield from proc.threads(pid)
+
+
+def _in_vfork(tid: int) -> bool:
+    """Whether a thread waits for its child to call exec."""
+    try:
+        stat = proc.read(f"/proc/{tid}/stat")
+        if not stat.startswith(b"D", stat.rindex(b")") + 2):
+            return False
+        call = proc.read(f"/proc/{tid}/syscall").split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return call in _VFORKS
 
 
 def _check_settled(live: Live, frozen: Frozen) -> None:
@@ -130,7 +180,8 @@ def _check_settled(live: Live, frozen: Frozen) -> None:
 
 
 def in_interpreter(address: int) -> bool:
-    return CODE <= address < CODE + 0x10_0000
+    """In our code, or in the last steps of a thread that gets its filters back."""
+    return CODE <= address < CODE + 0x10_0000 or FRAMES <= address < CONTROL
 
 
 def _seize(tid: int) -> bool:
@@ -196,27 +247,37 @@ def _thaw(frozen: Frozen) -> None:
                 continue
             # not stopped yet (a freeze given up half-way) or killed meanwhile
             running.append(tid)
-    for tid in running:  # last: a parent in vfork stops only once its child, let go, has moved on
-        _detach_running(tid)
+    _detach_running(running)
 
 
-def _detach_running(tid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        insist(lambda: ptrace.interrupt(tid))  # it may not have been asked to stop yet
-    deadline = time.monotonic() + 2.0
-    while time.monotonic() < deadline:
-        try:
-            status = ptrace.wait(tid, block=False)
-        except ChildProcessError:
-            return
-        if status is None:
-            # Detaching needs a stop. A thread in vfork comes to it when its child has called exec.
+def _detach_running(tids: list[int]) -> None:
+    """Detaching needs a stop, to which a thread in vfork comes when its child has called exec.
+
+    All of them are looked at in turn: that child may be another one of them.
+    """
+    for tid in tids:
+        with contextlib.suppress(ProcessLookupError):
+            insist(functools.partial(ptrace.interrupt, tid))  # it may not have been asked yet
+    deadline = time.monotonic() + _LIMIT
+    left = list(tids)
+    while left and time.monotonic() < deadline:
+        left = [tid for tid in left if not _detached(tid)]
+        if left:
             time.sleep(0.0002)
-            continue
-        if not os.WIFSTOPPED(status):
-            return
+    for tid in left:
+        log.warning("host thread %d could not be detached", tid)
+
+
+def _detached(tid: int) -> bool:
+    """Look once; True when the thread is let go, or gone."""
+    try:
+        status = ptrace.wait(tid, block=False)
+    except ChildProcessError:
+        return True
+    if status is None:
+        return False
+    if os.WIFSTOPPED(status):
         held_back = 0 if status >> 16 else ptrace.stop_signal(status)
         with contextlib.suppress(ProcessLookupError):
             insist(functools.partial(ptrace.detach_with, tid, held_back))
-        return
-    log.warning("host thread %d could not be detached", tid)
+    return True

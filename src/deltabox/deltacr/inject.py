@@ -14,6 +14,7 @@ signal.  And orig_rax is set to -1, or the kernel would "restart" our call.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import struct
@@ -27,9 +28,9 @@ from ..linux import ptrace
 from ..linux.ptrace import Registers
 from .peer import insist
 
-SIZE = 0x4000
-_RECORDS = 64
-_DATA = 0x3000
+SIZE = 0x5000
+_RECORDS = 0x1000
+_DATA = 0x4000
 
 # rbx points to records of {number, six arguments, result}; the list ends with number -1.
 #   next: mov rax,[rbx]; cmp rax,-1; je done; mov rdi,[rbx+8]; mov rsi,[rbx+16]; mov rdx,[rbx+24]
@@ -76,11 +77,16 @@ class Injection:
         self._saved = {self._leader: _save(self._leader)}
         with contextlib.ExitStack() as undo:
             undo.callback(_restore, self._leader, *self._saved[self._leader])
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
-            got = self._one(self._leader, nr.MMAP, self._gap, SIZE, 7, flags, -1, 0)
+            undo.callback(self._unmap)
+            got = self._map(self._gap, SIZE, 7)
+            if got == -errno.EACCES:
+                # PR_SET_MDWE or a security module: nothing may be writable and executable at once
+                got = self._map(self._gap, mmap.PAGESIZE, 5)
+                if got == self._gap:
+                    rest = self._gap + mmap.PAGESIZE
+                    got += self._map(rest, SIZE - mmap.PAGESIZE, 3) - rest
             if got != self._gap:
                 raise CheckpointError(f"no page could be mapped for injection: {got}")
-            undo.callback(self._unmap)
             os.pwrite(self._memory, _CODE, self._gap)
             undo.pop_all()
         return self
@@ -95,6 +101,10 @@ class Injection:
             self._unmap()
         finally:
             _restore(self._leader, *self._saved[self._leader])
+
+    def _map(self, address: int, size: int, protection: int) -> int:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
+        return self._one(self._leader, nr.MMAP, address, size, protection, flags, -1, 0)
 
     def _unmap(self) -> None:
         insist(lambda: self._one(self._leader, nr.MUNMAP, self._gap, SIZE))

@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..linux import proc
@@ -92,7 +93,13 @@ class Waits:
             del self._waits[tid]
 
     def live(
-        self, tid: int, registers: Registers, memory: int, began: float, stopped: float
+        self,
+        tid: int,
+        registers: Registers,
+        memory: int,
+        began: float,
+        stopped: float,
+        forbids_restart: Callable[[int], bool],
     ) -> Registers | None:
         """Registers to give a live thread before it goes on; None to leave it alone.
 
@@ -103,13 +110,22 @@ class Waits:
         if result == -ERESTART_RESTARTBLOCK and number in _BLOCK_CALLS:
             # the kernel restarts it; remember when it was met, for a later restore
             self._meet(tid, number, registers, memory, began)
-            return None
+            if deliverable(tid) or not forbids_restart(tid):
+                return None
+            # by a call of its own, restart_syscall(2), which a seccomp filter may not know
+            return self._again(tid, number, registers, memory, began, now)
         if result == -ERESTARTNOHAND and number in _UPDATED_CALLS:
             # from when it had stopped for certain: rather a little late than early
             _charge(number, registers, memory, now - stopped)
             return None
         if number not in _EINTR_CALLS or result != -EINTR or deliverable(tid):
             return None
+        return self._again(tid, number, registers, memory, began, now)
+
+    def _again(
+        self, tid: int, number: int, registers: Registers, memory: int, began: float, now: float
+    ) -> Registers:
+        """The call made again by the thread itself, with what is left of its timeout."""
         fixed = _rewound(registers, number)
         for address, content in self._shorten(tid, number, fixed, memory, began, now):
             os.pwrite(memory, content, address)

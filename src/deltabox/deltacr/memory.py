@@ -52,13 +52,20 @@ _REFUSED_FLAGS = {
     "um": "memory watched by a userfaultfd",
     "uw": "memory watched by a userfaultfd",
     "ui": "memory watched by a userfaultfd",
-    "lo": "locked memory",
     "ss": "a shadow stack",
+    "sf": "directly mapped storage (MAP_SYNC)",
+}
+_KNOWN_FLAGS = {
+    *("rd", "wr", "ex", "sh", "mr", "mw", "me", "ms", "gd", "lo", "lf", "sr", "rr", "dc", "de"),
+    *("ac", "nr", "ar", "wf", "dd", "sd", "mm", "hg", "nh", "mg", "sl", "dp", "gu", "pkey"),
 }
 # VmFlags -> advice of madvise(2) that sets them again
 _ADVICE = {"rr": 1, "sr": 2, "dc": 10, "mg": 12, "hg": 14, "nh": 15, "dd": 16, "wf": 18}
 _WIPED = frozenset({"wf", "dp"})  # VM_WIPEONFORK, VM_DROPPABLE
-_MAP_DROPPABLE = 0x08  # in place of MAP_PRIVATE (uapi/linux/mman.h)
+_IOV_MAX = 1024
+_MADV_UNMERGEABLE, _MADV_GUARD_INSTALL = 13, 102
+_MSEAL = 462
+_DROPPABLE = 8 | 0x20 | 0x100000  # MAP_DROPPABLE, MAP_ANONYMOUS, MAP_FIXED_NOREPLACE
 _PR_SET_VMA = 0x53564D41
 _DELETED = " (deleted)"
 # The ring of an AIO context could be made again and moved to its place (aio_ring_mremap() in
@@ -79,9 +86,10 @@ def mappings(host: int, refuse: Refuse) -> tuple[list[Mapping], int, int]:
                 continue
             if mapping.path == "[vdso]":
                 vdso = mapping.start
-            if mapping.kind != "vdso" and not mapping.shared and not mapping.flags & _WIPED:
-                pages = pagemap.private_pages(fd, mapping.start, mapping.end)
-                mapping = replace(mapping, pages=tuple(pages))
+            if mapping.kind != "vdso":
+                pages, guards = pagemap.private_pages(fd, mapping.start, mapping.end)
+                lost = mapping.shared or mapping.flags & _WIPED
+                mapping = replace(mapping, pages=() if lost else tuple(pages), guards=tuple(guards))
             found.append(mapping)
     finally:
         os.close(fd)
@@ -118,6 +126,9 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
     for flag, what in _REFUSED_FLAGS.items():
         if flag in flags:
             raise refuse(f"has {what} at {start:#x}", "mapping")
+    unknown = flags - _KNOWN_FLAGS
+    if unknown:
+        raise refuse(f"has memory of an unknown kind ({min(unknown)}) at {start:#x}", "mapping")
     if "pkey" in flags:
         raise refuse(f"has memory under a protection key at {start:#x}", "mapping")
     shared = s == "s"
@@ -201,14 +212,17 @@ def restore(
         start, size, prot = mapping.start, mapping.size, mapping.prot
         name = f"{start:#x}-{mapping.end:#x}"
         held = stash.held.get((process.pid, start))
-        if held is not None and (mapping.kind == "anonymous" or held.file):
+        if "dp" in mapping.flags:
+            # what the kernel may drop (getrandom(2) in the vdso) is a kind of its own
+            do.call(nr.MMAP, start, size, 3, _DROPPABLE, -1, 0, what=f"map {name}")
+            if prot != 3:
+                do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
+        elif held is not None and (mapping.kind == "anonymous" or held.file):
             do.call(nr.MREMAP, held.address, size, size, 3, start, what=f"place {name}")
             if prot != 3:
                 do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
         elif mapping.kind == "anonymous":
             flags = fixed | mmap.MAP_ANONYMOUS | map_flags(mapping)
-            if "dp" in mapping.flags:
-                flags = flags & ~mmap.MAP_PRIVATE | _MAP_DROPPABLE
             do.call(nr.MMAP, start, size, prot, flags, -1, 0, what=f"map {name}")
         else:
             if mapping.memory < 0:
@@ -244,17 +258,29 @@ def restore(
 
 
 def advise(do: Sequence, process: Process) -> None:
-    """Flags that would act on our own forks, and the rest of madvise(2), once all is in place."""
+    """Flags that would act on our own forks, and the rest of madvise(2), once all is in place.
+
+    A droppable mapping comes with those that it always has.
+    """
+    merged = process.attributes is not None and process.attributes.merge
     for mapping in process.mappings:
+        if merged and mapping.kind == "anonymous" and "mg" not in mapping.flags:
+            do.call(nr.MADVISE, mapping.start, mapping.size, _MADV_UNMERGEABLE, may_fail=True)
         for flag, advice in _ADVICE.items():
             if flag in mapping.flags and mapping.kind != "vdso":
-                if "dp" in mapping.flags and flag in ("wf", "dd"):
-                    continue  # it is so of itself
-                if flag == "wf" and mapping.kind != "anonymous":
-                    continue
-                if flag == "dd" and mapping.kind == "file" and mapping.shared:
+                if flag in ("wf", "dd") and "dp" in mapping.flags:
                     continue
                 do.call(nr.MADVISE, mapping.start, mapping.size, advice, what=f"advice {flag}")
+
+
+def guard_and_seal(do: Sequence, process: Process) -> None:
+    """What makes memory unusable or unchangeable, last of all."""
+    for mapping in process.mappings:
+        for low, high in mapping.guards:
+            do.call(nr.MADVISE, low, high - low, _MADV_GUARD_INSTALL, what="guard region")
+    for mapping in process.mappings:
+        if "sl" in mapping.flags and mapping.kind != "vdso":
+            do.call(_MSEAL, mapping.start, mapping.size, 0, what="mseal")
 
 
 def open_mode(mapping: Mapping) -> int:

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..linux.ptrace import Registers, Rseq
+from .objects.attributes import ProcessAttributes, ThreadAttributes
+from .objects.seccomp import NONE as NO_SECCOMP
+from .objects.seccomp import Seccomp
 
 PAGE = 4096
 
@@ -44,12 +47,9 @@ class Thread:
     clear_child_tid: int
     robust_list: tuple[int, int]
     rseq: Rseq
-    comm: bytes
-    nice: int
-    affinity: bytes | None  # None: that of every other process
-    pdeathsig: int
-    timer_slack: int
+    attributes: ThreadAttributes
     credentials: Credentials
+    seccomp: Seccomp = NO_SECCOMP
     memory: tuple[tuple[int, bytes], ...] = ()  # what the continued call reads, below the stack
     blocked: Registers | None = None  # those of the stop, when it was in a call that goes on
 
@@ -73,6 +73,7 @@ class Mapping:
     pages: tuple[tuple[int, int], ...] = ()
     memory: int = -1  # index into Capture.shared of shared memory without a file
     ghost: int = -1  # index into Capture.ghosts of a file without a name
+    guards: tuple[tuple[int, int], ...] = ()  # MADV_GUARD_INSTALL
 
     @property
     def size(self) -> int:
@@ -203,18 +204,12 @@ class Process:
     cwd: str = "/"
     cwd_ghost: int = -1
     root: str = "/"
-    umask: int = 0o022
     sigactions: tuple[bytes, ...] = ()  # struct kernel_sigaction, index 0 is signal 1
     pending: tuple[bytes, ...] = ()
     itimers: tuple[bytes, ...] = ()
     timers: tuple[PosixTimer, ...] = ()
-    rlimits: tuple[tuple[int, int], ...] = ()
-    dumpable: int = 1
-    subreaper: bool = False
-    thp_disabled: bool = False
-    personality: int = 0
-    oom_score_adj: int | None = None  # None: PID 1's
-    coredump_filter: int | None = None
+    attributes: ProcessAttributes | None = None
+    lock_future: int = 0  # flags of mlockall(2)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from . import frame
 from .interrupted import ended_by_handler
 from .model import Capture, Process, Thread
 from .objects import signals
-from .records import FRAMES
 
 
 def queue(hosts: Mapping[int, int], capture: Capture, wanted: Mapping[int, int]) -> None:
@@ -48,10 +47,11 @@ def _interrupt(host: int, process: Process, thread: Thread, number: int) -> None
     registers = ended_by_handler(thread.blocked, flags)
     if registers is None:
         return
-    offset, content = frame.registers(process.threads, thread, registers)
+    handled = signals.handled(process.sigactions)
+    address, content = frame.registers(process.threads, handled, thread, registers)
     fd = os.open(f"/proc/{host}/mem", os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.pwrite(fd, content, FRAMES + offset)
+        os.pwrite(fd, content, address)
     finally:
         os.close(fd)
 

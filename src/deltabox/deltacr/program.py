@@ -26,10 +26,12 @@ from . import boot, frame, kinds, memory
 from .boot import World
 from .model import Capture, Process, Thread
 from .objects import (
+    attributes,
     credentials,
     epoll,
     ghosts,
     kernel_files,
+    locked,
     locks,
     mqueues,
     remains,
@@ -43,15 +45,13 @@ from .stash import Stash
 from .topology import Task, arrange, everyone
 
 _GROUPS_EXIST, _JOINED, _READY, _GO, _CLONED, _LOCAL = range(6)
-_PR_SET_NAME, _PR_SET_DUMPABLE, _PR_SET_TIMERSLACK = 15, 4, 29
-_PR_SET_CHILD_SUBREAPER, _PR_SET_THP_DISABLE = 36, 41
+_PR_SET_NAME = 15
 _ARCH_SET_GS, _ARCH_SET_FS = 0x1001, 0x1002
 _P_PID, _WSTOPPED, _WEXITED, _WNOWAIT = 1, 2, 4, 0x01000000
 _WALL = 0x40000000
 _MADV_DONTFORK, _MADV_DOFORK = 10, 11
 _BIG = 2 << 20
 _O_CLOEXEC, _O_PATH = 0o2000000, 0o10000000
-_DEFAULT_TIMER_SLACK = 50000
 _F_SETSIG, _F_SETOWN_EX, _O_ASYNC = 10, 15, 0o20000
 
 
@@ -61,10 +61,10 @@ def external_inputs(capture: Capture) -> list[str]:
 
 
 def compile_program(
-    capture: Capture, stash: Stash, *, network: str, limits: Items[tuple[int, int]], nice: int
+    capture: Capture, stash: Stash, *, network: str, limits: Items[tuple[int, int]]
 ) -> tuple[Sealed, Var]:
     """(the program, the variable that will hold PID 1's host pid)."""
-    return _Compiler(capture, stash, network, limits, nice).build()
+    return _Compiler(capture, stash, network, limits).build()
 
 
 class _Compiler:
@@ -74,14 +74,13 @@ class _Compiler:
         stash: Stash,
         network: str,
         limits: Items[tuple[int, int]],
-        nice: int,
     ) -> None:
         self.capture = capture
         self.stash = stash
         self.extents = stash.extents()
         self.sizes = stash.sizes()
         self.limits = limits
-        self.nice = nice
+        self.slack = attributes.Slack(capture.processes)
         self.keys = external_inputs(capture)
         self.program = Program(*boot.FIRST_INPUTS, *self.keys, *(s.holder for s in capture.shared))
         self.world = World(capture.hostname, capture.domainname, network)
@@ -240,6 +239,8 @@ class _Compiler:
         arguments = program.clone_args(
             flags=0, exit_signal=signal, pid=task.pid, stack=program.stack()
         )
+        threads = task.process.threads if task.process is not None else ()
+        self.slack.before_clone(do, threads[0] if threads else None)
         do.clone(arguments, body)
         self._process(body, task)
 
@@ -259,6 +260,7 @@ class _Compiler:
             self._clone(do, child, 0 if silent else None)
         for helper_pid, orphan in task.orphans:
             self._clone_orphan(do, helper_pid, orphan)
+        self.slack.after_clones(do)
 
     def _carry(self, do: Sequence, child: Task) -> None:
         """Let a clone inherit only the big parts of the stash that it or its children need.
@@ -331,12 +333,16 @@ class _Compiler:
         layout = process.layout
         exe = layout.ghost if layout.ghost >= 0 else layout.exe
         memory.layout(program, do, process, self.files[exe, 0])
-        self._directories(do, process)
+        self._directory(do, process)
         self._descriptors(do, process)
         self._await_children(do, process)
         signals.restore_handlers(program, do, process)
-        self._identity(do, process)
+        attributes.restore_process(program, do, process, self.limits)
         memory.advise(do, process)
+        memory.guard_and_seal(do, process)
+        locked.restore(program, do, process, self.limits)
+        if process.root != "/":  # last: until here /proc is needed
+            do.call(nr.CHROOT, program.text(os.fsencode(process.root)), what="chroot")
         local = None
         if process.stopped:
             local = (self._local(), self._local())
@@ -352,6 +358,7 @@ class _Compiler:
                 pid=thread.tid,
                 stack=program.stack(),
             )
+            self.slack.before_clone(do, thread)
             do.clone(arguments, body)
             self._thread(body, process, thread, local)
         self._thread(do, process, process.threads[0], local)
@@ -364,32 +371,29 @@ class _Compiler:
         return index
 
     def _frames(self, do: Sequence, process: Process) -> None:
-        """The only memory of ours that stays: each thread's signal frame."""
-        content, offsets = frame.build(process.threads)
-        size = (len(content) + 4095) & ~4095
-        do.call(nr.MMAP, FRAMES, size, 3, 0x100022, -1, 0, what="map frames")
-        do.copy(FRAMES, self.program.data(content, 64), len(content))
-        for thread, offset in zip(process.threads, offsets, strict=True):
-            self._frame_at[process.pid, thread.tid] = FRAMES + offset
+        """The only memory of ours that stays: each thread's last frame, and its exit if any."""
+        built = frame.build(process.threads, signals.handled(process.sigactions))
+        size = built.code_at - FRAMES
+        more = (len(built.code) + 4095) & ~4095
+        do.call(nr.MMAP, FRAMES, size + more, 3, 0x100022, -1, 0, what="map frames")
+        do.copy(FRAMES, self.program.data(built.content, 64), len(built.content))
+        if built.code:
+            do.copy(built.code_at, self.program.data(built.code), len(built.code))
+            do.call(nr.MPROTECT, built.code_at, more, 5, what="protect exits")
+        for thread in process.threads:
+            self._frame_at[process.pid, thread.tid] = built.frames[thread.tid]
 
     @property
     def _frame_at(self) -> dict[tuple[int, int], int]:
         found: dict[tuple[int, int], int] = self.__dict__.setdefault("_frame_table", {})
         return found
 
-    def _directories(self, do: Sequence, process: Process) -> None:
-        text = self.program.text
-        do.call(nr.UMASK, process.umask)
+    def _directory(self, do: Sequence, process: Process) -> None:
         if process.cwd_ghost >= 0:
             do.call(nr.FCHDIR, self.files[process.cwd_ghost, _O_PATH], what="fchdir")
         elif process.cwd != "/":
-            do.call(
-                nr.CHDIR,
-                text(process.cwd.encode(errors="surrogateescape")),
-                what=f"chdir {process.cwd}",
-            )
-        if process.root != "/":
-            do.call(nr.CHROOT, text(process.root.encode(errors="surrogateescape")), what="chroot")
+            path = self.program.text(os.fsencode(process.cwd))
+            do.call(nr.CHDIR, path, what=f"chdir {process.cwd}")
 
     def _descriptors(self, do: Sequence, process: Process) -> None:
         descriptions = self.capture.descriptions
@@ -456,44 +460,6 @@ class _Compiler:
         if awaited:
             signals.drop_child_signal(self.program, do, self.zero_time, self.child_signal)
 
-    def _identity(self, do: Sequence, process: Process) -> None:
-        program = self.program
-        for which, limit in enumerate(process.rlimits):
-            if limit != tuple(self.limits[which]):
-                do.call(
-                    nr.PRLIMIT64,
-                    0,
-                    which,
-                    program.data(struct.pack("<QQ", *limit)),
-                    0,
-                    what=f"limit {which}",
-                )
-        if process.subreaper:
-            do.call(nr.PRCTL, _PR_SET_CHILD_SUBREAPER, 1)
-        if process.thp_disabled:
-            do.call(nr.PRCTL, _PR_SET_THP_DISABLE, 1, 0, 0, 0)
-        if process.personality:
-            do.call(nr.PERSONALITY, process.personality)
-        for name, value in (
-            (
-                "oom_score_adj",
-                None if process.oom_score_adj is None else str(process.oom_score_adj),
-            ),
-            (
-                "coredump_filter",
-                None if process.coredump_filter is None else hex(process.coredump_filter),
-            ),
-        ):
-            if value is not None:
-                self._write_self(do, name, value)
-
-    def _write_self(self, do: Sequence, name: str, value: str) -> None:
-        opened = self.program.variable()
-        path = self.program.text(f"/proc/self/{name}")
-        do.call(nr.OPENAT, -100, path, 1, save=opened, what=f"open {name}")
-        do.call(nr.WRITE, opened, self.program.text(value), len(value), what=f"set {name}")
-        do.call(nr.CLOSE, opened)
-
     # -- threads ------------------------------------------------------------------------------
 
     def _thread(
@@ -501,7 +467,6 @@ class _Compiler:
     ) -> None:
         program = self.program
         leader = thread is process.threads[0]
-        do.call(nr.PRCTL, _PR_SET_NAME, program.text(thread.comm[:15]))
         if thread.robust_list[0]:
             do.call(nr.SET_ROBUST_LIST, *thread.robust_list, what="robust list")
         do.call(nr.SET_TID_ADDRESS, thread.clear_child_tid)
@@ -509,15 +474,9 @@ class _Compiler:
         do.call(nr.ARCH_PRCTL, _ARCH_SET_GS, thread.registers.gs_base)
         for address, content in thread.memory:
             do.copy(address, program.data(content), len(content))
-        if thread.nice != self.nice:
-            do.call(nr.SETPRIORITY, 0, 0, thread.nice, what="nice")
-        if thread.affinity is not None:
-            do.call(nr.SCHED_SETAFFINITY, 0, len(thread.affinity), program.data(thread.affinity))
-        if thread.timer_slack != _DEFAULT_TIMER_SLACK:
-            do.call(nr.PRCTL, _PR_SET_TIMERSLACK, thread.timer_slack)
+        attributes.restore_thread(program, do, thread)
         credentials.restore(program, do, thread.credentials)
-        if thread.pdeathsig:
-            do.call(nr.PRCTL, boot.PR_SET_PDEATHSIG, thread.pdeathsig)
+        attributes.restore_after_credentials(do, thread)
         signals.restore_pending(program, do, process, thread)
         if thread.rseq.address:
             # the interpreter is in no critical section, so the kernel only notes the cpu here
@@ -535,8 +494,8 @@ class _Compiler:
             do.barrier(local[0], len(process.threads))
         if leader:
             # every thread has changed its credentials by now, and each change cleared this
-            do.call(nr.PRCTL, _PR_SET_DUMPABLE, 1 if process.dumpable == 1 else 0)
             timers.create(program, do, process)
+            attributes.restore_last(program, do, process, self.limits)
         do.late = True
         if leader:
             kernel_files.position(self.rebuild, do, process)

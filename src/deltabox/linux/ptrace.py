@@ -8,6 +8,7 @@ be called from one thread for one freeze.  Constants: uapi/linux/ptrace.h.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import struct
@@ -18,6 +19,7 @@ from ._libc import libc
 PTRACE_CONT = 7
 PTRACE_DETACH = 17
 PTRACE_SYSCALL = 24
+PTRACE_SETOPTIONS = 0x4200
 PTRACE_GETREGSET = 0x4204
 PTRACE_SETREGSET = 0x4205
 PTRACE_SEIZE = 0x4206
@@ -25,7 +27,10 @@ PTRACE_INTERRUPT = 0x4207
 PTRACE_PEEKSIGINFO = 0x4209
 PTRACE_GETSIGMASK = 0x420A
 PTRACE_SETSIGMASK = 0x420B
+PTRACE_SECCOMP_GET_FILTER = 0x420C
+PTRACE_SECCOMP_GET_METADATA = 0x420D
 PTRACE_GET_RSEQ_CONFIGURATION = 0x420F
+PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG = 0x4211
 
 O_TRACESYSGOOD = 1
 O_TRACEFORK = 2
@@ -59,6 +64,11 @@ def _call(request: int, tid: int, address: int = 0, data: int = 0) -> int:
 def seize(tid: int, options: int) -> None:
     """Begin to trace without stopping."""
     _call(PTRACE_SEIZE, tid, 0, options)
+
+
+def set_options(tid: int, options: int) -> None:
+    """For a thread that is stopped."""
+    _call(PTRACE_SETOPTIONS, tid, 0, options)
 
 
 def interrupt(tid: int) -> None:
@@ -210,6 +220,42 @@ def get_rseq(tid: int) -> Rseq:
     _call(PTRACE_GET_RSEQ_CONFIGURATION, tid, 24, ctypes.addressof(data))
     address, size, signature, flags = struct.unpack("QIIIxxxx", data.raw)
     return Rseq(address, size, signature, flags)
+
+
+def seccomp_filter(tid: int, index: int) -> bytes | None:
+    """The instructions (struct sock_filter) of a filter, 0 being the oldest; None after the last.
+
+    A thread that is under no filter has none.
+    """
+    try:
+        count = _call(PTRACE_SECCOMP_GET_FILTER, tid, index)
+        data = ctypes.create_string_buffer(8 * count)
+        _call(PTRACE_SECCOMP_GET_FILTER, tid, index, ctypes.addressof(data))
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EINVAL):
+            return None
+        raise
+    return data.raw
+
+
+def seccomp_flags(tid: int, index: int) -> int:
+    """SECCOMP_FILTER_FLAG_LOG, or 0."""
+    data = ctypes.create_string_buffer(struct.pack("<QQ", index, 0), 16)
+    _call(PTRACE_SECCOMP_GET_METADATA, tid, 16, ctypes.addressof(data))
+    flags: int = struct.unpack("<QQ", data.raw)[1]
+    return flags
+
+
+def dispatches_calls(tid: int) -> bool:
+    """Whether PR_SET_SYSCALL_USER_DISPATCH is on; False where the kernel cannot tell."""
+    data = ctypes.create_string_buffer(32)
+    try:
+        _call(PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, tid, 32, ctypes.addressof(data))
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.EINVAL):
+            return False
+        raise
+    return bool(struct.unpack_from("<Q", data)[0])
 
 
 def stop_signal(status: int) -> int:

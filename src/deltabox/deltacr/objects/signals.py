@@ -39,6 +39,11 @@ def handler_of(action: bytes) -> tuple[int, int]:
     return handler, flags
 
 
+def handled(actions: tuple[bytes, ...]) -> int:
+    """The signals that run a handler, bit 0 for signal 1."""
+    return sum(1 << i for i, action in enumerate(actions) if handler_of(action)[0] > 1)
+
+
 def first_handler(process: Process, mask: int, pending: tuple[bytes, ...]) -> int | None:
     """sa_flags of the handler that a deliverable pending signal would run, or None."""
     for info in (*pending, *process.pending):
