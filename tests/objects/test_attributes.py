@@ -287,9 +287,11 @@ if os.fork() == 0:
         now += [prctl(30), worker.ask('prctl(30)')]
         prctl(29, 1); worker.ask('prctl(29, 2000)')
         return now
-    signal.signal(signal.SIGUSR1, lambda *a: os.write(w, json.dumps(told()).encode()))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     os.write(w, b'ready')
-    while True: signal.pause()
+    while True:
+        signal.sigwait([signal.SIGUSR1])
+        os.write(w, json.dumps(told()).encode())
 child = -1
 for line in open('/proc/self/task/%d/children' % os.getpid()):
     child = int(line.split()[0])
