@@ -93,6 +93,7 @@ class Sandbox:
         pids_limit: int | None = None,
         disk_limit: str | int | None = None,
         network: Literal["none", "host"] = "none",
+        on_external: Literal["reset", "refuse"] = "reset",
         max_memory: str | int | None = None,
         max_disk: str | int | None = None,
     ) -> Sandbox:
@@ -107,6 +108,9 @@ class Sandbox:
         pids_limit: the most processes and threads it may have.
         network: `"none"`: a loopback interface only. `"host"`: the host's own network, *unsafe*:
             programs inside reach whatever the host does, its local services too.
+        on_external: what becomes of TCP connections to the outside, which cannot be had twice.
+            `"reset"`: after a rollback or in a fork they are as after a reset by the peer.
+            `"refuse"`: no checkpoint can be taken while there is one.
         max_memory, max_disk: change the engine's budget for all its sandboxes: what checkpoints may
             hold in memory, what images may take on disk. Beyond it is `NoSpace`.
 
@@ -115,6 +119,8 @@ class Sandbox:
         """
         if network not in ("none", "host"):
             raise ValueError(f"network is 'none' or 'host', not {network!r}")
+        if on_external not in ("reset", "refuse"):
+            raise ValueError(f"on_external is 'reset' or 'refuse', not {on_external!r}")
         if isinstance(hide, (str, bytes)):
             raise TypeError("hide is a list of paths, not one string")
         if pids_limit is not None and pids_limit < 1:
@@ -129,6 +135,7 @@ class Sandbox:
             pids_limit=pids_limit,
             disk_limit=_optional(disk_limit, "disk_limit"),
             network=network,
+            on_external=on_external,
             max_memory=_optional(max_memory, "max_memory"),
             max_disk=_optional(max_disk, "max_disk"),
         ) as described:

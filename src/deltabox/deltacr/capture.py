@@ -32,6 +32,7 @@ from .model import (
 )
 from .names import Names
 from .objects import credentials, signals, timers
+from .objects.sockets import Network
 from .subject import Refuse
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
@@ -60,13 +61,15 @@ def capture(
     waits: Waits,
     base: int,
     born: float,
+    on_external: str,
 ) -> Capture:
     """Everything but the pages themselves. Raises UnsupportedState.
 
     `base` is a descriptor of the base's root (-1: none); `born` the time.time() of the tree's
-    first moment, before which every inode change belongs to the base.
+    first moment, before which every inode change belongs to the base; `on_external` says what
+    becomes of connections to the outside.
     """
-    return _Capturing(live, frozen, owner, externals, waits, base, born).whole()
+    return _Capturing(live, frozen, owner, externals, waits, base, born, on_external).whole()
 
 
 class _Capturing:
@@ -79,13 +82,14 @@ class _Capturing:
         waits: Waits,
         base: int,
         born: float,
+        on_external: str,
     ) -> None:
         self.live = live
         self.frozen = frozen
         self.owner = owner
         self.waits = waits
         self.names = Names(live.root, base, born)
-        self.table = DescriptorTable(live.root, owner, externals)
+        self.table = DescriptorTable(live.root, owner, externals, Network(live.init, on_external))
         self.namespaces = {
             name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
         }

@@ -42,6 +42,7 @@ def take(
     base: int,
     reference: int,
     born: float,
+    on_external: str,
     externals: Mapping[int, str],
     at_instant: Callable[[], T],
 ) -> tuple[Template, T]:
@@ -64,6 +65,7 @@ def take(
                     waits=live.waits,
                     base=base,
                     born=born,
+                    on_external=on_external,
                 )
                 stash = plan(seen, blank.stash)
                 blank.resize(sum(stash.sizes().values()))

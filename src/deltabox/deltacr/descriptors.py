@@ -14,12 +14,13 @@ import os
 import stat as modes
 import struct
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from typing import TypeVar
 
 from ..errors import UnsupportedState
 from .model import Description, Descriptor, Owner, Pipe
-from .objects import events, files, pipes
+from .objects import events, files, pipes, sockets, tcp
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
 _ANONYMOUS: dict[str, Callable[[Subject], Description]] = {
@@ -42,30 +43,48 @@ _REFUSED = {
     "seccomp notify": "a seccomp listener",
 }
 _SETTLE: dict[str, Callable[[Subject, Description], Description]] = {}
+_FINISH: tuple[Callable[[DescriptorTable], None], ...] = (tcp.finish,)  # when all are known
 
 _F_GETSIG, _F_GETOWN_EX = 11, 16
+_T = TypeVar("_T")
 
 
 class DescriptorTable:
     """Grows with each process that is captured; indexes into it are what descriptors hold."""
 
-    def __init__(self, root: int, owner: int, externals: Mapping[int, str]) -> None:
+    def __init__(
+        self, root: int, owner: int, externals: Mapping[int, str], network: sockets.Network
+    ) -> None:
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
         self.root = root  # a descriptor of the sandbox's root directory
         self.owner = owner  # the host uid of root inside
+        self.network = network
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
         self._externals = externals
         self._ghosts: dict[tuple[int, int], int] = {}
         self._pipe_index: dict[int, int] = {}
         self._seen: dict[tuple[str, str, int], list[Subject]] = {}
         self._index: dict[tuple[int, int], int] = {}
+        self._first: list[tuple[Subject, Refuse]] = []  # who showed each description
         self._settling: list[tuple[Subject, int, Refuse]] = []
         self._adopted = ExitStack()
 
     def close(self) -> None:
         """Let go of descriptors that only the capture held."""
         self._adopted.close()
+        self.network.close()
+
+    def hold(self, resource: AbstractContextManager[_T]) -> _T:
+        """Keep something until the capture has ended."""
+        return self._adopted.enter_context(resource)
+
+    def subject(self, index: int) -> Subject:
+        """A descriptor of this description."""
+        return self._first[index][0]
+
+    def refuse(self, index: int, kind: str) -> UnsupportedState:
+        return self._refused(*self._first[index], kind)
 
     def of_process(self, host: int, refuse: Refuse) -> tuple[Descriptor, ...]:
         out = []
@@ -99,6 +118,8 @@ class DescriptorTable:
             except Refused as refused:
                 raise self._refused(subject, refuse, str(refused)) from None
             self.descriptions[index] = found
+        for finish in _FINISH:
+            finish(self)
 
     def _enter(self, subject: Subject, refuse: Refuse) -> int:
         key = (subject.target, subject.fact("ino", "0"), subject.raw_flags & ~O_CLOEXEC)
@@ -113,6 +134,7 @@ class DescriptorTable:
             raise self._refused(subject, refuse, str(refused)) from None
         index = len(self.descriptions)
         self.descriptions.append(description)
+        self._first.append((subject, refuse))
         self._index[subject.host, subject.number] = index
         self._seen.setdefault(key, []).append(subject)
         if description.kind in _SETTLE or subject.sends_signals:
@@ -140,7 +162,7 @@ class DescriptorTable:
                 raise Refused("a pipe in packet mode")
             return Description("pipe", flags, pipe=self._pipe(subject, inode))
         if target.startswith("socket:["):
-            raise Refused("a socket")
+            return sockets.capture(subject)
         if target.startswith("anon_inode:"):
             name = target.removeprefix("anon_inode:")
             if name in _ANONYMOUS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .objects import events, files, pipes
+from .objects import connections, events, files, pipes
 from .rebuild import Kind
 
 KINDS: tuple[Kind, ...] = (
@@ -10,5 +10,6 @@ KINDS: tuple[Kind, ...] = (
     files.KIND,
     pipes.KIND,
     *events.KINDS,
+    connections.KIND,
 )
 BY_NAME = {name: kind for kind in KINDS for name in kind.names}

@@ -53,6 +53,7 @@ class Op(IntEnum):
     SKIP_IF_ERROR = 9
     LOAD = 10
     MERGE = 11
+    EXPECT = 12
 
 
 SCRATCH = 65536
@@ -179,6 +180,10 @@ class Sequence:
             number=copied.index,
             what=what,
         )
+
+    def expect(self, value: Var, wanted: int, *, what: str = "") -> None:
+        """Fail unless a call's result was this: a write or a wait that did less is an error."""
+        self._add(Op.EXPECT, value, wanted, what=what)
 
     def skip_if_error(self, value: Var, count: int) -> None:
         self._add(Op.SKIP_IF_ERROR, value, count)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
 from ._libc import syscall
+
+T = TypeVar("T")
 
 CLONE_VM = 0x100
 CLONE_FS = 0x200
@@ -35,3 +41,26 @@ def unshare(flags: int) -> None:
 def setns(fd: int, kind: int) -> None:
     """Move the calling thread into the namespace behind `fd`."""
     syscall(_SETNS, fd, kind)
+
+
+def within(fd: int, kind: int, call: Callable[[], T]) -> T:
+    """What `call` returns when it is made inside the namespace behind `fd`.
+
+    A thread of its own goes there and ends: the caller's own thread never leaves.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def visit() -> None:
+        try:
+            setns(fd, kind)
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=visit, name="visitor")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
