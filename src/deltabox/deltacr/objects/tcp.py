@@ -112,7 +112,10 @@ def capture(subject: Subject, sock: socket.socket) -> Description:
     if state == SYN_RECV:
         raise Refused("a TCP socket whose connection is just being made")
     kept = options.capture(
-        sock, network.fresh(sock), unconnected=state in (CLOSE, LISTEN), always=_CHANGED
+        sock,
+        network.fresh(sock),
+        unconnected=state == LISTEN or (state == CLOSE and not events & select.POLLRDHUP),
+        always=_CHANGED,
     )
     found = Tcp(
         "fresh",
