@@ -216,8 +216,8 @@ data = os.urandom({size})
 client.sendall(data)
 while unread(server) < {size}: time.sleep(0.01)
 """,
-        report="""[unread(server), server.recv({0}, socket.MSG_PEEK) == data, state(server),
-server.getsockopt(1, 8), server.getsockopt(1, 72)]""".format(size),
+        report=f"""[unread(server), server.recv({size}, socket.MSG_PEEK) == data, state(server),
+server.getsockopt(1, 8), server.getsockopt(1, 72)]""",
         change="server.recv(1000)",
     )
 
@@ -284,7 +284,8 @@ def take():
     taken.extend([*found, listener.accept()])
     return [address for _, address in taken] == names
 """,
-        report="[[state(s), s.getsockname(), peer(s)] for s in (*callers, late, listener)] + [len(taken)]",
+        report="[[state(s), s.getsockname(), peer(s)] for s in (*callers, late, listener)]"
+        "+ [len(taken)]",
         change="assert take()",
         rollbacks=3,
     )

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from ..errors import UnsupportedState
 from .model import Description, Descriptor, Owner, Pipe
-from .objects import events, files, pipes, sockets, tcp
+from .objects import events, files, pipes, sockets, tcp, udp
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
 _ANONYMOUS: dict[str, Callable[[Subject], Description]] = {
@@ -43,7 +43,10 @@ _REFUSED = {
     "seccomp notify": "a seccomp listener",
 }
 _SETTLE: dict[str, Callable[[Subject, Description], Description]] = {}
-_FINISH: tuple[Callable[[DescriptorTable], None], ...] = (tcp.finish,)  # when all are known
+_FINISH: tuple[Callable[[DescriptorTable], None], ...] = (
+    tcp.finish,
+    udp.finish,
+)  # when all are known
 
 _F_GETSIG, _F_GETOWN_EX = 11, 16
 _T = TypeVar("_T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .objects import connections, events, files, pipes
+from .objects import connections, events, files, netlink, pipes, udp
 from .rebuild import Kind
 
 KINDS: tuple[Kind, ...] = (
@@ -11,5 +11,7 @@ KINDS: tuple[Kind, ...] = (
     pipes.KIND,
     *events.KINDS,
     connections.KIND,
+    udp.KIND,
+    netlink.KIND,
 )
 BY_NAME = {name: kind for kind in KINDS for name in kind.names}

@@ -42,6 +42,7 @@ class Network:
 
     def __init__(self, init: int, on_external: str) -> None:
         self.on_external = on_external
+        self.init = init
         self.path = f"/proc/{init}/ns/net"
         self.is_host = os.stat(self.path).st_ino == os.stat("/proc/self/ns/net").st_ino
         self.tcp: dict[int, object] = {}  # tcp.py's, by index of the description
@@ -94,10 +95,11 @@ def capture(subject: Subject) -> Description:
         if family == socket.AF_UNIX:
             raise Refused("a unix socket")
         if family in (socket.AF_INET, socket.AF_INET6):
-            _check_namespace(subject, sock)
             if (kind, protocol) == (socket.SOCK_STREAM, socket.IPPROTO_TCP):
+                _check_namespace(subject, sock)
                 return tcp.capture(subject, sock)
             if (kind, protocol) == (socket.SOCK_DGRAM, socket.IPPROTO_UDP):
+                _check_namespace(subject, sock)
                 return udp.capture(subject, sock)
             if kind == socket.SOCK_RAW:
                 raise Refused("a raw socket")
