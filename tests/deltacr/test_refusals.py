@@ -15,7 +15,8 @@ _CASES = {
         "fd = libc.syscall(298, a, 0, -1, -1, 0)"
     ),
     "an epoll instance": "e = select.epoll(); fd = e.fileno()",
-    "a socket": "import socket; s = socket.socket(); fd = s.fileno()",
+    "a raw socket": "import socket; s = socket.socket(2, 3, 255); fd = s.fileno()",
+    "a unix socket": "import socket; s = socket.socket(1); fd = s.fileno()",
     "a memfd": "fd = os.memfd_create('m')",
     "a terminal": "fd, other = os.openpty()",
 }
@@ -37,7 +38,7 @@ def test_refused_by_name(sandbox: Sandbox, what: str) -> None:
     probe.do("os.close(fd)")
     if what == "a terminal":
         probe.do("os.close(other)")
-    if what == "a socket":
+    if what in ("a raw socket", "a unix socket"):
         probe.do("s.detach()")
     if what == "an epoll instance":
         probe.do("del e")

@@ -33,6 +33,7 @@ SO_REUSEADDR, SO_SNDBUF, SO_RCVBUF, SO_LINGER, SO_REUSEPORT = 2, 7, 8, 13, 15
 SO_RCVTIMEO, SO_SNDTIMEO, SO_PEEK_OFF, SO_BUF_LOCK = 20, 21, 42, 72
 _SO_GET_FILTER = _SO_ATTACH_FILTER = 26
 _SO_LOCK_FILTER = 44
+_SO_PRIORITY = 12
 _TCP_ULP, _IP_OPTIONS = 31, 4
 _UDP_CORK, _UDP_ENCAP = 1, 100
 _SNDBUF_LOCK, _RCVBUF_LOCK = 1, 2
@@ -59,7 +60,6 @@ _LATE = {
     (SOCKET, 9): 4,  # SO_KEEPALIVE
     (SOCKET, 10): 4,  # SO_OOBINLINE
     (SOCKET, 11): 4,  # SO_NO_CHECK
-    (SOCKET, 12): 4,  # SO_PRIORITY
     (SOCKET, SO_LINGER): 8,
     (SOCKET, 16): 4,  # SO_PASSCRED
     (SOCKET, 18): 4,  # SO_RCVLOWAT
@@ -152,6 +152,7 @@ _LATE = {
     (NETLINK, 10): 4,  # NETLINK_CAP_ACK
     (NETLINK, 11): 4,  # NETLINK_EXT_ACK
     (NETLINK, 12): 4,  # NETLINK_GET_STRICT_CHK
+    (SOCKET, _SO_PRIORITY): 4,  # after IP_TOS, which changes it
 }
 # not for streams: TCP keeps facts of its own where these are read from
 _DATAGRAM = {
@@ -207,7 +208,7 @@ def capture(
 ) -> Options:
     """`always` names options of SOL_SOCKET that a rebuild changes, so they are always kept."""
     wanted = levels(sock.family, sock.type, sock.proto)
-    kept = set(always)
+    kept = {_SO_PRIORITY, *always}
     late = dict(_LATE)
     if sock.type != socket.SOCK_STREAM:
         late |= _DATAGRAM
