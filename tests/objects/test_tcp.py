@@ -72,6 +72,72 @@ os.set_inheritable(server.fileno(), True)
     )
 
 
+def test_connection_between_families(sandbox: Sandbox) -> None:
+    """IPv4 addresses that one end, or both, write as IPv6."""
+    check(
+        sandbox,
+        setup=PREPARE
+        + """
+wide = socket.socket(socket.AF_INET6); wide.bind(('::', 0)); wide.listen()
+port = wide.getsockname()[1]
+def call(family, address):
+    client = socket.socket(family); client.connect(address)
+    return client, wide.accept()[0]
+everyone = [s for found in (call(socket.AF_INET, ('127.0.0.1', port)),
+    call(socket.AF_INET6, ('::ffff:127.0.0.1', port)), call(socket.AF_INET6, ('::1', port)))
+    for s in found]
+for i, s in enumerate(everyone): s.send(b'%d' % i)
+""",
+        report="[facts(s) for s in everyone]",
+        change="everyone[0].recv(9)",
+    )
+
+
+def test_unaccepted_whose_callers_have_closed(sandbox: Sandbox) -> None:
+    check(
+        sandbox,
+        setup=PREPARE
+        + """
+listener = socket.socket(); listener.bind(('127.0.0.1', 0)); listener.listen()
+names = []
+for _ in range(2):
+    with socket.create_connection(listener.getsockname()) as s:
+        names.append(s.getsockname())
+    time.sleep(0.05)
+taken = []
+def take():
+    found = [listener.accept() for _ in names]
+    taken.extend(s for s, _ in found)
+    return [name for _, name in found] == names and not any(s.recv(9) for s in taken)
+""",
+        report="[select.select([listener], [], [], 0)[0] == [listener], len(taken)]",
+        change="assert take()",
+    )
+
+
+def test_owner(sandbox: Sandbox) -> None:
+    check(
+        sandbox,
+        setup=PREPARE
+        + """
+listener, client, server = pair()
+got = []
+signal.signal(signal.SIGURG, lambda *_: got.append('urgent'))
+signal.signal(signal.SIGIO, lambda *_: got.append('io'))
+fcntl.fcntl(server, fcntl.F_SETOWN, os.getpid())
+fcntl.fcntl(client, fcntl.F_SETOWN, os.getpid())
+fcntl.fcntl(client, fcntl.F_SETFL, os.O_ASYNC)
+def owner(s):
+    return fcntl.fcntl(s, fcntl.F_GETOWN) == os.getpid()
+""",
+        report="[owner(client), owner(server), owner(listener), got]",
+        change="""
+client.send(b'!', socket.MSG_OOB); server.send(b'x')
+while not {'urgent', 'io'} <= set(got): time.sleep(0.01)
+""",
+    )
+
+
 def test_listening(sandbox: Sandbox) -> None:
     check(
         sandbox,

@@ -43,10 +43,8 @@ _REFUSED = {
     "seccomp notify": "a seccomp listener",
 }
 _SETTLE: dict[str, Callable[[Subject, Description], Description]] = {}
-_FINISH: tuple[Callable[[DescriptorTable], None], ...] = (
-    tcp.finish,
-    udp.finish,
-)  # when all are known
+# when all are known
+_FINISH: tuple[Callable[[DescriptorTable], None], ...] = (sockets.finish, tcp.finish, udp.finish)
 
 _F_GETSIG, _F_GETOWN_EX = 11, 16
 _T = TypeVar("_T")
@@ -202,10 +200,13 @@ class DescriptorTable:
         return self._pipe_index[inode]
 
     def _owner_of(self, subject: Subject) -> Owner:
-        """Whom the description signals; the kernel tells pids as the keeper sees them."""
         with subject.taken() as fd:
-            kind, target = struct.unpack("ii", fcntl.fcntl(fd, _F_GETOWN_EX, bytes(8)))
-            signal = fcntl.fcntl(fd, _F_GETSIG)
+            return self.owner_of(fd)
+
+    def owner_of(self, fd: int) -> Owner:
+        """Whom the description signals; the kernel tells pids as the keeper sees them."""
+        kind, target = struct.unpack("ii", fcntl.fcntl(fd, _F_GETOWN_EX, bytes(8)))
+        signal = fcntl.fcntl(fd, _F_GETSIG)
         if target and target not in self.inside:
             target = 0  # it has ended: nobody is signalled any more
         return Owner(kind, self.inside.get(target, 0), signal, True)

@@ -203,8 +203,22 @@ def levels(domain: int, kind: int, protocol: int) -> tuple[int, ...]:
     return SOCKET, *own, *over
 
 
+class Defaults:
+    """What a fresh socket of one kind answers, asked once; None: no such option."""
+
+    def __init__(self, fresh: socket.socket) -> None:
+        self.fresh = fresh
+        self._values: dict[tuple[int, int], bytes | None] = {}
+
+    def value(self, level: int, name: int, size: int) -> bytes | None:
+        key = level, name
+        if key not in self._values:
+            self._values[key] = _read(self.fresh, level, name, size)
+        return self._values[key]
+
+
 def capture(
-    sock: socket.socket, fresh: socket.socket, *, unconnected: bool, always: Iterable[int] = ()
+    sock: socket.socket, fresh: Defaults, *, unconnected: bool, always: Iterable[int] = ()
 ) -> Options:
     """`always` names options of SOL_SOCKET that a rebuild changes, so they are always kept."""
     wanted = levels(sock.family, sock.type, sock.proto)
@@ -228,17 +242,18 @@ def capture(
 
 def _different(
     sock: socket.socket,
-    fresh: socket.socket,
+    fresh: Defaults,
     wanted: tuple[int, ...],
     table: dict[tuple[int, int], int],
     always: set[int],
 ) -> Iterator[Option]:
     for (level, name), size in table.items():
         if level in wanted:
-            value = _read(sock, level, name, size)
-            kept = level == SOCKET and name in always
-            if value is not None and (kept or value != _read(fresh, level, name, size)):
-                yield level, name, value
+            default = fresh.value(level, name, size)
+            if default is not None:
+                value = sock.getsockopt(level, name, size)
+                if value != default or (level == SOCKET and name in always):
+                    yield level, name, value
 
 
 def _read(sock: socket.socket, level: int, name: int, size: int) -> bytes | None:

@@ -15,7 +15,8 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ...linux import namespace as ns
 from ...linux import numbers as nr
@@ -25,6 +26,10 @@ from ..model import Description
 from ..rebuild import Rebuild
 from ..records import Argument, Ref
 from ..subject import Refused, Subject
+from .options import Defaults
+
+if TYPE_CHECKING:
+    from ..descriptors import DescriptorTable
 
 SOCK_CLOEXEC = 0o2000000
 _SO_NETNS_COOKIE = 71
@@ -46,19 +51,28 @@ class Network:
         self.path = f"/proc/{init}/ns/net"
         self.is_host = os.stat(self.path).st_ino == os.stat("/proc/self/ns/net").st_ino
         self.tcp: dict[int, object] = {}  # tcp.py's, by index of the description
-        self._fresh: dict[tuple[int, int, int], socket.socket] = {}
+        self._fresh: dict[tuple[int, int, int], Defaults] = {}
+        self._taken: dict[tuple[int, int], socket.socket] = {}
         self._listed: list[sock_diag.Tcp] | None = None
 
     def close(self) -> None:
         for made in self._fresh.values():
-            made.close()
+            made.fresh.close()
         self._fresh.clear()
+        self._taken.clear()
 
-    def fresh(self, like: socket.socket) -> socket.socket:
+    def take(self, subject: Subject) -> socket.socket:
+        """The captured socket, until the capture ends."""
+        key = subject.host, subject.number
+        if key not in self._taken:
+            self._taken[key] = subject.table.hold(_opened(subject))
+        return self._taken[key]
+
+    def fresh(self, like: socket.socket) -> Defaults:
         """A socket of the same kind that nobody has touched."""
         key = (int(like.family), int(like.type), like.proto)
         if key not in self._fresh:
-            self._fresh[key] = self._within(lambda: socket.socket(*key))
+            self._fresh[key] = Defaults(self._within(lambda: socket.socket(*key)))
         return self._fresh[key]
 
     def listed(self) -> list[sock_diag.Tcp]:
@@ -77,7 +91,7 @@ class Network:
 
 
 @contextmanager
-def opened(subject: Subject) -> Iterator[socket.socket]:
+def _opened(subject: Subject) -> Iterator[socket.socket]:
     """A captured socket, for the length of the block."""
     with subject.taken() as fd:
         sock = socket.socket(fileno=fd)
@@ -90,30 +104,41 @@ def opened(subject: Subject) -> Iterator[socket.socket]:
 def capture(subject: Subject) -> Description:
     from . import netlink, tcp, udp
 
-    with opened(subject) as sock:
-        family, kind, protocol = sock.family, sock.type, sock.proto
-        if family == socket.AF_UNIX:
-            raise Refused("a unix socket")
-        if family in (socket.AF_INET, socket.AF_INET6):
-            if (kind, protocol) == (socket.SOCK_STREAM, socket.IPPROTO_TCP):
-                _check_namespace(subject, sock)
-                return tcp.capture(subject, sock)
-            if (kind, protocol) == (socket.SOCK_DGRAM, socket.IPPROTO_UDP):
-                _check_namespace(subject, sock)
-                return udp.capture(subject, sock)
-            if kind == socket.SOCK_RAW:
-                raise Refused("a raw socket")
-            if kind == socket.SOCK_DGRAM and protocol in (1, 58):
-                raise Refused("a ping socket")
-            raise Refused(f"a socket of internet protocol {protocol}")
-        if family == socket.AF_NETLINK:
+    sock = subject.table.network.take(subject)
+    family, kind, protocol = sock.family, sock.type, sock.proto
+    if family == socket.AF_UNIX:
+        raise Refused("a unix socket")
+    if family in (socket.AF_INET, socket.AF_INET6):
+        if (kind, protocol) == (socket.SOCK_STREAM, socket.IPPROTO_TCP):
             _check_namespace(subject, sock)
-            return netlink.capture(subject, sock)
-        raise Refused(_FAMILIES.get(family, f"a socket of family {int(family)}"))
+            return tcp.capture(subject, sock)
+        if (kind, protocol) == (socket.SOCK_DGRAM, socket.IPPROTO_UDP):
+            _check_namespace(subject, sock)
+            return udp.capture(subject, sock)
+        if kind == socket.SOCK_RAW:
+            raise Refused("a raw socket")
+        if kind == socket.SOCK_DGRAM and protocol in (1, 58):
+            raise Refused("a ping socket")
+        raise Refused(f"a socket of internet protocol {protocol}")
+    if family == socket.AF_NETLINK:
+        _check_namespace(subject, sock)
+        return netlink.capture(subject, sock)
+    raise Refused(_FAMILIES.get(family, f"a socket of family {int(family)}"))
+
+
+def finish(table: DescriptorTable) -> None:
+    """Whom sockets tell of urgent data (SIGURG), which needs no O_ASYNC (fcntl(2), F_SETOWN)."""
+    for index, description in enumerate(table.descriptions):
+        if description.kind in ("tcp", "udp", "netlink") and description.owner is None:
+            taken = table.network.take(table.subject(index))
+            owner = table.owner_of(taken.fileno())
+            if owner.target or owner.signal:
+                found = replace(description, owner=replace(owner, enabled=False))
+                table.descriptions[index] = found
 
 
 def _check_namespace(subject: Subject, sock: socket.socket) -> None:
-    fresh = subject.table.network.fresh(sock)
+    fresh = subject.table.network.fresh(sock).fresh
     cookies = [s.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8) for s in (sock, fresh)]
     if cookies[0] != cookies[1]:
         raise Refused("a socket of another network namespace")

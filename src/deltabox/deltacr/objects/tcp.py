@@ -36,7 +36,7 @@ from ..model import Description
 from ..subject import Refused, Subject
 from . import options
 from .options import Options
-from .sockets import Address, Network, address, opened, owner_of
+from .sockets import Address, Network, address, owner_of
 
 if TYPE_CHECKING:
     from ..descriptors import DescriptorTable
@@ -150,7 +150,7 @@ class _Finishing:
         for index in indexes:
             subject = table.subject(index)
             found, info, events = table.descriptions[index].state
-            sock = table.hold(opened(subject))
+            sock = self.network.take(subject)
             inode = int(subject.target[8:-1])
             self.seen[index] = _Seen(index, subject, sock, inode, info[0], info, events, found)
         self.listeners = [s for s in self.seen.values() if s.state == LISTEN]

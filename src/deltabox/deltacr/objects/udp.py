@@ -29,6 +29,7 @@ from ...linux.sock_diag import plain
 from ...linux.sockets import getsockopt
 from ..model import Description
 from ..rebuild import Entry, Kind, Rebuild
+from ..records import Var
 from ..subject import Refused, Subject
 from . import options, sockets
 from .options import Options
@@ -246,9 +247,10 @@ def restore(rebuild: Rebuild, entries: Items[Entry]) -> None:
             options.put(rebuild, number, level, _MCAST_JOIN_GROUP, request)
         if state.local is not None:
             sockets.bind(rebuild, number, _first_name(state), state.domain)
+    sender, count = rebuild.program.variable(), rebuild.program.variable()
     for number, description in entries:
         if description.state.queue:
-            _refill(rebuild, number, description.state)
+            _refill(rebuild, number, description.state, sender, count)
     for number, description in entries:
         state = description.state
         if state.peer is not None:
@@ -266,9 +268,8 @@ def _first_name(state: Udp) -> Address:
     return local
 
 
-def _refill(rebuild: Rebuild, number: int, state: Udp) -> None:
+def _refill(rebuild: Rebuild, number: int, state: Udp, sender: Var, count: Var) -> None:
     do, program = rebuild.init, rebuild.program
-    sender, count = program.variable(), program.variable()
     patience = struct.pack("<qq", _PATIENCE, 0)
     options.put(rebuild, number, options.SOCKET, options.SO_RCVTIMEO, patience)
     options.put(rebuild, number, options.SOCKET, options.SO_PEEK_OFF, 0)
