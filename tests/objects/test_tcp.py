@@ -194,6 +194,25 @@ everyone = [*a, *b, *c]
     )
 
 
+def test_both_ends_shut(sandbox: Sandbox) -> None:
+    """Nothing is under way any more, but what has arrived can be read."""
+    check(
+        sandbox,
+        setup=PREPARE
+        + """
+listener, client, server = pair()
+client.send(b'to the server'); server.send(b'to the client')
+client.shutdown(socket.SHUT_WR); server.shutdown(socket.SHUT_WR)
+select.select([client], [], []); select.select([server], [], [])
+time.sleep(0.1)
+def error(s):
+    return s.getsockopt(1, 4)
+""",
+        report="[[facts(s), error(s)] for s in (client, server)]",
+        change="client.recv(99)",
+    )
+
+
 def test_other_end_closed(sandbox: Sandbox) -> None:
     """A closed end is nobody's: its partner has all its data, and is told when it writes."""
     probe = Probe.start(sandbox)
@@ -232,6 +251,7 @@ def test_full_in_both_directions(sandbox: Sandbox, size: int) -> None:
         PREPARE
         + f"""
 listener, client, server = pair()
+client.setsockopt(1, 2, 1)
 for s in (client, server):
     if {size}:
         s.setsockopt(1, 7, {size}); s.setsockopt(1, 8, {size})
@@ -254,7 +274,7 @@ def drain(sock, size):
         got += sock.recv(1 << 20)
     return got == b''.join(b'%07d' % i for i in range(size // 7 + 1))[:size]
 def sizes(sock):
-    return [sock.getsockopt(1, o) for o in (7, 8, 72)]
+    return [sock.getsockopt(1, o) for o in (2, 7, 8, 72)]
 """
     )
     report = """[[s.getsockname(), s.getpeername(), state(s), events(s), sizes(s)]

@@ -82,8 +82,9 @@ class _Restore:
         for number, description in self.entries:
             options.restore_late(self.rebuild, number, description.state.options)
             self.rebuild.set_status(number, description.flags)
-            if not description.flags & _O_NONBLOCK:
-                self.do.call(nr.FCNTL, number, _F_SETFL, description.flags & ~3)
+            begun = description.state.phase in ("refused", "connecting")  # without waiting
+            if begun and not description.flags & _O_NONBLOCK:
+                self.do.call(nr.FCNTL, number, _F_SETFL, description.flags & ~3, what="F_SETFL")
 
     # -- one socket ---------------------------------------------------------------------------
 
