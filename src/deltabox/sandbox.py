@@ -97,6 +97,7 @@ class Sandbox:
         disk_limit: str | int | None = None,
         network: Literal["none", "host"] = "none",
         hostname: str = "sandbox",
+        on_external: Literal["reset", "refuse"] = "reset",
         max_memory: str | int | None = None,
         max_disk: str | int | None = None,
     ) -> Sandbox:
@@ -112,6 +113,9 @@ class Sandbox:
         network: `"none"`: a loopback interface only. `"host"`: the host's own network, *unsafe*:
             programs inside reach whatever the host does, its local services too.
         hostname: its name. Over `/` it also gets a machine id of its own.
+        on_external: what becomes of TCP connections to the outside, which cannot be had twice.
+            `"reset"`: after a rollback or in a fork they are as after a reset by the peer.
+            `"refuse"`: no checkpoint can be taken while there is one.
         max_memory, max_disk: change the engine's budget for all its sandboxes: what checkpoints may
             hold in memory, what images may take on disk. Beyond it is `NoSpace`.
 
@@ -124,6 +128,8 @@ class Sandbox:
             raise ValueError(
                 f"a host name has up to 64 letters, digits, '-' and '.', unlike {hostname!r}"
             )
+        if on_external not in ("reset", "refuse"):
+            raise ValueError(f"on_external is 'reset' or 'refuse', not {on_external!r}")
         if isinstance(hide, (str, bytes)):
             raise TypeError("hide is a list of paths, not one string")
         if pids_limit is not None and pids_limit < 1:
@@ -139,6 +145,7 @@ class Sandbox:
             disk_limit=_optional(disk_limit, "disk_limit"),
             network=network,
             hostname=hostname,
+            on_external=on_external,
             max_memory=_optional(max_memory, "max_memory"),
             max_disk=_optional(max_disk, "max_disk"),
         ) as described:

@@ -14,7 +14,7 @@ _CASES = {
         "a = struct.pack('IIQQQQQ', 1, 112, 0, 0, 0, 0, 1 << 5 | 1 << 6).ljust(112, b'\\0');"
         "fd = libc.syscall(298, a, 0, -1, -1, 0)"
     ),
-    "a socket": "import socket; s = socket.socket(); fd = s.fileno()",
+    "a raw socket": "import socket; s = socket.socket(2, 3, 255); fd = s.fileno()",
     "a terminal": "fd, other = os.openpty()",
 }
 
@@ -35,7 +35,7 @@ def test_refused_by_name(sandbox: Sandbox, what: str) -> None:
     probe.do("os.close(fd)")
     if what == "a terminal":
         probe.do("os.close(other)")
-    if what == "a socket":
+    if what in ("a raw socket", "a unix socket"):
         probe.do("s.detach()")
     checkpoint = sandbox.checkpoint("allowed")
     sandbox.rollback(checkpoint)

@@ -34,6 +34,7 @@ from .model import Mapping as Vma
 from .names import Names
 from .objects import attributes, credentials, locked, mqueues, remains, seccomp, signals, timers
 from .objects.ghosts import Attic, Ghosts
+from .objects.sockets import Network
 from .subject import Refuse, Refused
 
 _PR_GET_SECUREBITS, _PR_GET_TID_ADDRESS = 27, 40
@@ -63,13 +64,15 @@ def capture(
     base: int,
     born: float,
     attic: Attic,
+    on_external: str,
 ) -> tuple[Capture, list[int]]:
     """Everything but the pages themselves, and files with shared memory. Raises UnsupportedState.
 
     `base` is a descriptor of the base's root (-1: none); `born` the time.time() of the tree's
-    first moment, before which every inode change belongs to the base.
+    first moment, before which every inode change belongs to the base; `on_external` says what
+    becomes of connections to the outside.
     """
-    capturing = _Capturing(live, frozen, owner, externals, waits, base, born, attic)
+    capturing = _Capturing(live, frozen, owner, externals, waits, base, born, attic, on_external)
     try:
         return capturing.whole(), capturing.table.shared.copies
     except BaseException:
@@ -88,6 +91,7 @@ class _Capturing:
         base: int,
         born: float,
         attic: Attic,
+        on_external: str,
     ) -> None:
         self.live = live
         self.frozen = frozen
@@ -95,7 +99,8 @@ class _Capturing:
         self.waits = waits
         self.ghosts = Ghosts(live.root, owner, attic, born)
         self.names = Names(live.root, base, born, self.ghosts)
-        self.table = DescriptorTable(live, owner, externals, self.ghosts)
+        network = Network(live.init, on_external)
+        self.table = DescriptorTable(live, owner, externals, self.ghosts, network)
         self.namespaces = {
             name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
         }

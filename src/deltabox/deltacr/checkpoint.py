@@ -44,6 +44,7 @@ def take(
     base: int,
     reference: int,
     born: float,
+    on_external: str,
     externals: Mapping[int, str],
     attic: Attic,
     at_instant: Callable[[], T],
@@ -69,6 +70,7 @@ def take(
                     base=base,
                     born=born,
                     attic=attic,
+                    on_external=on_external,
                 )
                 blank.shared = copies
                 stash = plan(seen, blank.stash)

@@ -14,13 +14,14 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeVar
 
 from ..errors import UnsupportedState
+from ..linux import namespace as ns
 from ..linux import unix_diag
-from ..linux.namespace import network_of
 from ..linux.unix_diag import UnixInfo
 from . import kinds
 from .live import Live
@@ -36,6 +37,8 @@ from .objects import (
     pidfds,
     pipes,
     sockets,
+    tcp,
+    udp,
     unix,
 )
 from .objects.ghosts import Ghosts
@@ -70,8 +73,11 @@ _SETTLE: dict[str, Callable[[Subject, Description], Description]] = {
 _CHECK: dict[str, Callable[[Subject, Description], None]] = {
     "unix socket": unix.check,
 }
+# when all are known
+_FINISH: tuple[Callable[[DescriptorTable], None], ...] = (sockets.finish, tcp.finish, udp.finish)
 
 _F_GETSIG, _F_GETOWN_EX = 11, 16
+_T = TypeVar("_T")
 
 
 class DescriptorTable:
@@ -83,6 +89,7 @@ class DescriptorTable:
         owner: int,
         externals: Mapping[int, str],
         ghosts: Ghosts,
+        network: sockets.Network,
     ) -> None:
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
@@ -91,6 +98,7 @@ class DescriptorTable:
         self.owner = owner  # the host uid of root inside
         self.find_file = live.find  # the path of a file handle of the sandbox's root
         self.ghosts = ghosts  # what has no name any more
+        self.network = network
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
         self.shared = SharedMemories(owner)
         self._live = live
@@ -98,6 +106,7 @@ class DescriptorTable:
         self._pipe_index: dict[int, int] = {}
         self._seen: dict[tuple[str, str, int], list[Subject]] = {}
         self._index: dict[tuple[int, int], int] = {}
+        self._first: list[Subject] = []  # who showed each description
         self._settling: list[tuple[Subject, int]] = []
         self.unix_holders: dict[int, Subject] = {}  # by inode number
         self._unknown_peers: list[Subject] = []
@@ -107,6 +116,18 @@ class DescriptorTable:
     def close(self) -> None:
         """Let go of descriptors that only the capture held."""
         self._adopted.close()
+        self.network.close()
+
+    def hold(self, resource: AbstractContextManager[_T]) -> _T:
+        """Keep something until the capture has ended."""
+        return self._adopted.enter_context(resource)
+
+    def subject(self, index: int) -> Subject:
+        """A descriptor of this description."""
+        return self._first[index]
+
+    def refuse(self, index: int, kind: str) -> UnsupportedState:
+        return self._refused(self._first[index], kind)
 
     def of_process(self, host: int, refuse: Refuse) -> tuple[Descriptor, ...]:
         out: list[Descriptor] = []
@@ -150,8 +171,7 @@ class DescriptorTable:
     @cached_property
     def unix_sockets(self) -> dict[int, UnixInfo]:
         """All unix sockets of the sandbox's network namespace, by inode number."""
-        with network_of(self._live.init):
-            return unix_diag.dump()
+        return ns.within(self.network.path, ns.CLONE_NEWNET, unix_diag.dump)
 
     @cached_property
     def unaccepted(self) -> set[int]:
@@ -212,6 +232,8 @@ class DescriptorTable:
                     _CHECK[description.kind](subject, description)
                 except Refused as refused:
                     raise self._refused(subject, str(refused)) from None
+        for finish in _FINISH:
+            finish(self)
 
     def _enter(self, subject: Subject) -> int:
         key = (subject.target, subject.fact("ino", "0"), subject.raw_flags & ~O_CLOEXEC)
@@ -231,6 +253,7 @@ class DescriptorTable:
             raise self._refused(subject, str(refused)) from None
         index = len(self.descriptions)
         self.descriptions.append(description)
+        self._first.append(subject)
         self._index[subject.host, subject.number] = index
         self._seen.setdefault(key, []).append(subject)
         if description.kind in _SETTLE or subject.sends_signals:
@@ -288,10 +311,13 @@ class DescriptorTable:
         return self._pipe_index[inode]
 
     def _owner_of(self, subject: Subject) -> Owner:
-        """Whom the description signals; the kernel tells pids as the keeper sees them."""
         with subject.taken() as fd:
-            kind, target = struct.unpack("ii", fcntl.fcntl(fd, _F_GETOWN_EX, bytes(8)))
-            signal = fcntl.fcntl(fd, _F_GETSIG)
+            return self.owner_of(fd)
+
+    def owner_of(self, fd: int) -> Owner:
+        """Whom the description signals; the kernel tells pids as the keeper sees them."""
+        kind, target = struct.unpack("ii", fcntl.fcntl(fd, _F_GETOWN_EX, bytes(8)))
+        signal = fcntl.fcntl(fd, _F_GETSIG)
         if target and target not in self.inside:
             target = 0  # it has ended: nobody is signalled any more
         return Owner(kind, self.inside.get(target, 0), signal, True)

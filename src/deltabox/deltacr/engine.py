@@ -100,9 +100,10 @@ class Engine:
         memory_limit: int | None,
         pids_limit: int | None,
         network: str,
+        on_external: str,
     ) -> Tree:
         """A user namespace and groups for one sandbox tree; `first_uid` maps to uid 0 inside."""
-        return Tree(self, name, first_uid, memory_limit, pids_limit, network)
+        return Tree(self, name, first_uid, memory_limit, pids_limit, network, on_external)
 
     def close(self) -> None:
         self.seed.close()
@@ -122,11 +123,13 @@ class Tree:
         memory_limit: int | None,
         pids_limit: int | None,
         network: str,
+        on_external: str,
     ) -> None:
         self.engine = engine
         self.name = name
         self.owner = first_uid
         self.network = network
+        self.on_external = on_external
         self.reference = -1  # a root over the base alone, which nobody writes to
         self.base = -1  # a descriptor of the base's root, once the keeper has mounted it
         self.born = time.time()
@@ -216,6 +219,7 @@ class Tree:
                 base=self.base,
                 reference=self.reference,
                 born=self.born,
+                on_external=self.on_external,
                 externals=externals,
                 attic=attic,
                 at_instant=at_instant,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from .objects import (
+    connections,
     epoll,
     events,
     files,
     inotify,
     kernel_files,
     mqueues,
+    netlink,
     pidfds,
     pipes,
     shared_memory,
+    udp,
     unix_wiring,
 )
 from .rebuild import Kind
@@ -22,6 +25,9 @@ KINDS: tuple[Kind, ...] = (
     pipes.KIND,
     shared_memory.KIND,
     *events.KINDS,
+    connections.KIND,
+    udp.KIND,
+    netlink.KIND,
     unix_wiring.KIND,
     *pidfds.KINDS,
     *kernel_files.KINDS,

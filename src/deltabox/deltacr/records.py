@@ -55,6 +55,7 @@ class Op(IntEnum):
     SKIP_IF_ERROR = 9
     LOAD = 10
     MERGE = 11
+    EXPECT = 12
 
 
 SCRATCH = 65536
@@ -62,7 +63,6 @@ SCRATCH = 65536
 
 MAY_FAIL = 1
 LATE = 2
-EXPECT = 4
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,9 @@ class Sequence:
         number: int = 0,
         save: Var | None = None,
         may_fail: bool = False,
-        expects: bool = False,
         what: str = "",
     ) -> None:
-        flags = MAY_FAIL * may_fail | LATE * self.late | EXPECT * expects
+        flags = (MAY_FAIL if may_fail else 0) | (LATE if self.late else 0)
         slot = None if save is None else save.index
         self._records.append((op, flags, slot, number, arguments, what))
 
@@ -133,17 +132,11 @@ class Sequence:
 
         With `expect` any other result is a failure too (EIO): part of a write is not enough.
         """
-        if expect is not None:
-            arguments = (*arguments, *(0,) * (5 - len(arguments)), expect)
-        self._add(
-            Op.CALL,
-            *arguments,
-            number=number,
-            save=save,
-            may_fail=may_fail,
-            expects=expect is not None,
-            what=what,
-        )
+        if expect is not None and save is None:
+            save = self.program.scratch
+        self._add(Op.CALL, *arguments, number=number, save=save, may_fail=may_fail, what=what)
+        if expect is not None and save is not None:
+            self.expect(save, expect, what=what)
 
     def clone(self, arguments: Ref, body: Sequence, *, save: Var | None = None) -> None:
         """clone3(2); the child runs `body` on the stack named in the clone_args."""
@@ -198,6 +191,10 @@ class Sequence:
             what=what,
         )
 
+    def expect(self, value: Var, wanted: int, *, what: str = "") -> None:
+        """Fail unless a call's result was this: a write or a wait that did less is an error."""
+        self._add(Op.EXPECT, value, wanted, what=what)
+
     def skip_if_error(self, value: Var, count: int) -> None:
         self._add(Op.SKIP_IF_ERROR, value, count)
 
@@ -248,6 +245,7 @@ class Program:
         self.above = self.variable()  # bytes from there to the end of our range
         self.length = self.variable()  # its size
         self.result = self.variable()
+        self.scratch = self.variable()  # results of PID 1's calls that are only looked at
         self._places: dict[int, Var] = {}
         self.root = self.sequence("root")
 

@@ -90,6 +90,7 @@ class Requests:
         disk_limit: int | None,
         network: str,
         hostname: str,
+        on_external: str,
         max_memory: int | None,
         max_disk: int | None,
     ) -> dict[str, Any]:
@@ -124,6 +125,7 @@ class Requests:
                 pids_limit=pids_limit,
                 disk_limit=min(self.budget.max_disk, disk_limit or self.budget.max_disk),
                 network=network,
+                on_external=on_external,
             )
             try:
                 box = tree.boot(hostname)

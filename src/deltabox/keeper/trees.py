@@ -109,6 +109,7 @@ class Tree:
         pids_limit: int | None,
         disk_limit: int,
         network: str,
+        on_external: str,
     ) -> None:
         self.name = name
         self.base = base
@@ -134,6 +135,7 @@ class Tree:
                 memory_limit=memory_limit,
                 pids_limit=pids_limit,
                 network=network,
+                on_external=on_external,
             )
             undo.callback(self.engine.close)
             self.owner = self.engine.owner

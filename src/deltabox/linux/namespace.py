@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 from ._libc import syscall
+
+T = TypeVar("T")
 
 CLONE_VM = 0x100
 CLONE_FS = 0x200
@@ -43,52 +45,33 @@ def setns(fd: int, kind: int) -> None:
     syscall(_SETNS, fd, kind)
 
 
-@contextmanager
-def network_of(pid: int) -> Iterator[None]:
-    """The calling thread is in the network namespace of a process within the block.
+def within(path: str, kind: int, call: Callable[[], T]) -> T:
+    """What `call` returns when it is made inside a namespace (a link in /proc/PID/ns).
 
-    A socket made there belongs to that namespace for ever.
+    A thread of its own goes there and ends: the caller's own thread never leaves.
     """
-    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        other = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def visit() -> None:
         try:
-            setns(other, CLONE_NEWNET)
-        finally:
-            os.close(other)
-        try:
-            yield
-        finally:
-            setns(own, CLONE_NEWNET)
-    finally:
-        os.close(own)
-
-
-def within(pid: int, name: str, kind: int, work: Callable[[], None]) -> None:
-    """Do something in another process's namespace (its name in /proc/PID/ns, its flag).
-
-    In a thread of its own, which is not used for anything afterwards.
-    """
-    failed: list[Exception] = []
-
-    def enter() -> None:
-        try:
-            fd = os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 setns(fd, kind)
             finally:
                 os.close(fd)
-            work()
-        except Exception as error:  # for the caller, in its own thread
-            failed.append(error)
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
 
-    thread = threading.Thread(target=enter, name=f"in {name} of {pid}")
+    thread = threading.Thread(target=visit, name="visitor")
     thread.start()
     thread.join()
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def set_hostname(pid: int, name: str) -> None:
     """Set the host name of another process's UTS namespace."""
-    within(pid, "uts", CLONE_NEWUTS, lambda: socket.sethostname(name))
+    within(f"/proc/{pid}/ns/uts", CLONE_NEWUTS, lambda: socket.sethostname(name))

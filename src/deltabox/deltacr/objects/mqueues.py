@@ -227,7 +227,7 @@ def make(init: int, owner: int, queues: Queues) -> None:
             for queue in queues.linked:
                 _make(queue, owner)
 
-    namespace.within(init, "ipc", namespace.CLONE_NEWIPC, work)
+    namespace.within(f"/proc/{init}/ns/ipc", namespace.CLONE_NEWIPC, work)
 
 
 _turn = itertools.count()

@@ -26,6 +26,8 @@ from ...linux.openat2 import openat2
 from ..model import Description
 from ..rebuild import Who
 from ..subject import Refused, Subject
+from . import options
+from .options import Options
 
 STREAM, DGRAM, SEQPACKET = socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET
 _SIOCUNIXFILE = 0x89E0
@@ -78,10 +80,13 @@ class Unix:
     peer_place: Place | None  # of a peer that has been closed
     peer_credentials: Who | None  # as SO_PEERCRED gives them
     broken: bool  # an error is pending: the peer has closed with bytes unread
-    passes_credentials: bool
-    send_buffer: int
+    options: Options
     maker: Who | None = None  # of one that waits to be accepted
     queue: tuple[Message, ...] = ()
+
+    @property
+    def passes_credentials(self) -> bool:
+        return any(self.options.value(options.SOCKET, socket.SO_PASSCRED) or b"")
 
 
 def capture(subject: Subject, sock: socket.socket) -> Description:
@@ -119,8 +124,9 @@ def capture(subject: Subject, sock: socket.socket) -> Description:
             peer_place=_lost_place(subject, peer_name) if info.peer == 0 else None,
             peer_credentials=None,
             broken=_is_broken(sock),
-            passes_credentials=bool(sock.getsockopt(level, socket.SO_PASSCRED)),
-            send_buffer=sock.getsockopt(level, socket.SO_SNDBUF),
+            options=options.capture(
+                sock, subject.table.network.fresh(sock), unconnected=info.peer is None
+            ),
         ),
     )
 

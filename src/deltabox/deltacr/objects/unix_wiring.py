@@ -25,10 +25,12 @@ from dataclasses import dataclass, field, replace
 from ...linux import numbers as nr
 from ..rebuild import ROOT, Entry, Kind, Rebuild, Who
 from ..records import Ref, Sequence
+from . import options
+from .options import Options
 from .unix import DGRAM, Message, Place, Unix
 
-_AF_UNIX, _SOL_SOCKET = 1, 1
-_SO_PASSCRED, _SO_SNDBUF = 16, 7
+_AF_UNIX = 1
+_SO_PASSCRED = 16
 _CLOEXEC = 0o2000000
 _ROOM = 8 << 20  # bytes of send buffer while a queue is filled; the kernel gives what it may
 _MUCH = 16384
@@ -156,8 +158,7 @@ class Wiring:
             peer_place=None,
             peer_credentials=None,
             broken=False,
-            passes_credentials=False,
-            send_buffer=0,
+            options=Options((), (), 0, 0, 0),
         )
         made = End(self.rebuild.reserve(), lost, passing=True)
         self.passing.append(made)
@@ -184,7 +185,7 @@ class Wiring:
         init = self.rebuild.init
         listener = station.listener
         if listener is None:
-            pattern = replace(station.pairs[0][1].state, passes_credentials=False)
+            pattern = replace(station.pairs[0][1].state, options=Options((), (), 0, 0, 0))
             listener = End(self.rebuild.reserve(), pattern, passing=True)
             self._socket(init, listener)
         self._bind(init, listener, for_good=station.listener is not None)
@@ -324,8 +325,6 @@ class Wiring:
                 self._send_all(end.peer, end.state.queue)
             self._pass_credentials(end, 0)
         self._connect_datagrams()
-        for end in self.ends:
-            self._pass_credentials(end, 1)
         init = self.rebuild.init
         for end in self.ends:
             if end.state.broken and end.peer >= 0:
@@ -334,6 +333,8 @@ class Wiring:
         for end in self.passing:
             init.call(nr.CLOSE, end.number)
         for end in self.ends:
+            options.restore_late(self.rebuild, end.number, end.state.options)
+        for end in self.ends:
             if end.state.shutdown and not end.state.listening and end.state.peer != 0:
                 init.call(
                     nr.SHUTDOWN, end.number, end.state.shutdown - 1, may_fail=True, what="shutdown"
@@ -341,26 +342,20 @@ class Wiring:
 
     def _pass_credentials(self, end: End, value: int) -> None:
         if end.state.passes_credentials:
-            wanted = self.rebuild.program.data(struct.pack("<i", value))
-            do = self.rebuild.init
-            do.call(nr.SETSOCKOPT, end.number, _SOL_SOCKET, _SO_PASSCRED, wanted, 4)
+            options.put(self.rebuild, end.number, options.SOCKET, _SO_PASSCRED, value)
 
     def _send_all(self, number: int, queue: tuple[Message, ...]) -> None:
         """All at once, without waiting, so the sender is given room for the moment."""
-        buffer = next((e.state.send_buffer for e in self.ends if e.number == number), 0)
+        kept = next((e.state.options for e in self.ends if e.number == number), None)
         much = sum(len(m.data) for m in queue) > _MUCH
         if much:
-            self._set_buffer(number, _ROOM)
+            options.put(self.rebuild, number, options.SOCKET, options.SO_SNDBUF, _ROOM)
         for message in queue:
             self._send(number, message, b"")
-        if much and buffer:
-            self._set_buffer(number, buffer // 2)
-
-    def _set_buffer(self, number: int, size: int) -> None:
-        value = self.rebuild.program.data(struct.pack("<i", size))
-        self.rebuild.init.call(
-            nr.SETSOCKOPT, number, _SOL_SOCKET, _SO_SNDBUF, value, 4, what="SO_SNDBUF"
-        )
+        if much and kept is not None:
+            size = kept.send_buffer // 2
+            options.put(self.rebuild, number, options.SOCKET, options.SO_SNDBUF, size)
+            options.put(self.rebuild, number, options.SOCKET, options.SO_BUF_LOCK, kept.fixed)
 
     def _send(self, number: int, message: Message, name: bytes) -> None:
         who = message.credentials
