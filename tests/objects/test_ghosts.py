@@ -93,8 +93,11 @@ os.pread(again, 3, 0).decode(), left()]""",
         change="os.ftruncate(f, 3)",
     )
     probe = Probe.start(sandbox)
-    probe.do(_TOOLS + "f = os.open('/root', os.O_TMPFILE | os.O_WRONLY, 0o600)")
-    probe.do("os.write(f, b'z' * 200000)")
+    probe.do(_TOOLS + "f = os.open('/root', os.O_TMPFILE | os.O_RDWR, 0o600)")
+    # seen first through a mapping and a description without the flag
+    probe.do("os.write(f, b'z' * 200000); m = mmap.mmap(f, 4096, flags=2, prot=1)")
+    probe.do("low = os.open('/proc/self/fd/%d' % f, 0); os.dup2(low, f + 9); low, f = f + 9, f")
+    probe.do("os.dup2(f, 40); os.dup2(low, f); f = 40")
     checkpoint = sandbox.checkpoint()
     for _ in range(2):
         sandbox.rollback(checkpoint)

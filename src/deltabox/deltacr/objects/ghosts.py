@@ -25,7 +25,7 @@ import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ...linux import numbers as nr
@@ -82,18 +82,22 @@ class Ghosts:
             info = os.fstat(fd)
             key = (info.st_dev, info.st_ino)
             if key not in self._index:
-                ghost = self._ghost(fd, info, target, unnamed)
+                ghost = self._ghost(fd, info, target)
                 self._index[key] = len(self.found)
                 self.found.append(ghost)
         finally:
             os.close(fd)
-        return self._index[key]
+        index = self._index[key]
+        ghost = self.found[index]
+        if unnamed and ghost.kind == "moved" and not ghost.missing and _is_unnamed(ghost.name):
+            self.found[index] = replace(ghost, kind="unnamed")
+        return index
 
-    def _ghost(self, fd: int, info: os.stat_result, target: str, unnamed: bool) -> Ghost:
+    def _ghost(self, fd: int, info: os.stat_result, target: str) -> Ghost:
         if not target.endswith(DELETED):
             raise Refused(f"an earlier {target}, which has been replaced since")
         if info.st_dev != self._device:
-            raise Refused(f"not in the sandbox's root, {target}")
+            raise Refused(f"a deleted file of another file system, {target}")
         name = target.removesuffix(DELETED)
         owned = (
             stat.S_IMODE(info.st_mode),
@@ -124,8 +128,6 @@ class Ghosts:
             raise Refused(
                 f"a deleted file of {info.st_blocks >> 11} MiB that came from the base, {target}"
             ) from None
-        if unnamed and not missing and _UNNAMED.fullmatch(os.path.basename(name)):
-            return Ghost("unnamed", name, kept, "", (), times, *owned)
         return Ghost("moved", name, kept, aside, missing, times, *owned)
 
     def _way(self, name: str) -> tuple[str, tuple[str, ...]]:
@@ -180,6 +182,11 @@ class Ghosts:
         finally:
             os.close(fd)
         return (now.st_dev, now.st_ino) == (info.st_dev, info.st_ino)
+
+
+def _is_unnamed(name: str) -> bool:
+    """Whether this is what the kernel calls a file of O_TMPFILE (d_tmpfile)."""
+    return _UNNAMED.fullmatch(os.path.basename(name)) is not None
 
 
 def _sort(mode: int) -> str:
