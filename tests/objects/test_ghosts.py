@@ -69,9 +69,13 @@ def test_other_names_are_left(sandbox: Sandbox) -> None:
 put('/root/a', 'linked'); f = os.open('/root/a', os.O_RDWR); mark = os.stat('/root/a').st_ino
 os.link('/root/a', '/root/b'); os.unlink('/root/a')
 put('/root/c', 'renamed'); g = os.open('/root/c', os.O_RDWR); os.rename('/root/c', '/root/e')
+import socket
+s = socket.socket(1); s.bind('/root/s'); s.close(); os.link('/root/s', '/root/t')
+h = os.open('/root/s', os.O_PATH); os.unlink('/root/s')
 """,
         report="""[label(f), info(f), os.pread(f, 9, 0).decode(), os.path.sameopenfile(f,
-os.open('/root/b', 0)), label(g), sorted(os.listdir('/root'))[-3:], left(),
+os.open('/root/b', 0)), label(g), sorted(os.listdir('/root'))[-3:], left(), label(h),
+os.fstat(h).st_ino == os.stat('/root/t').st_ino,
 os.fstat(f).st_ino == mark, os.closerange(20, 99)]""",
         change="os.pwrite(f, b'THROUGH', 0)",
     )
