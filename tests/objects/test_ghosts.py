@@ -280,3 +280,22 @@ def test_a_name_that_cannot_be_found_is_refused(sandbox: Sandbox) -> None:
         sandbox.checkpoint()
     probe.do("os.close(fd)")
     sandbox.checkpoint()
+
+
+def test_a_mapping_that_shows_what_the_base_still_has(sandbox: Sandbox) -> None:
+    """Overlayfs leaves an older mapping with the base's version of a file, for ever."""
+    check(
+        sandbox,
+        setup=_TOOLS
+        + _LIBRARY
+        + """
+older = mapped('/etc/services'); reader = os.open('/etc/services', os.O_RDONLY)
+ctypes.memmove(older + 4096, b'touched', 7)
+with open('/etc/services', 'r+') as f: f.write('changed')
+newer = mapped('/etc/services')
+assert peek(older, 7) != 'changed', 'this kernel has no such difference'
+""",
+        report="""[peek(older), peek(older + 4096), peek(older + 8192), peek(newer), row(newer),
+os.pread(reader, 7, 0).decode(), label(reader), open('/etc/services').read(7), left()]""",
+        change="ctypes.memmove(older, b'LOST', 4); put('/etc/services', 'newest')",
+    )
