@@ -58,18 +58,3 @@ def test_changes_of_the_world_are_refused(sandbox: Sandbox, command: str, match:
         sandbox.checkpoint()
     assert running.exit_code is None
     assert sandbox.run("echo alive").stdout == "alive\n"
-
-
-def test_a_mapping_of_a_file_that_changed_under_it(sandbox: Sandbox) -> None:
-    """Overlayfs leaves an older mapping with the base's version of a file, for ever."""
-    probe = Probe.start(sandbox)
-    probe.do(
-        "f = open('/etc/services', 'rb');"
-        "m = mmap.mmap(f.fileno(), 8192, flags=mmap.MAP_PRIVATE, prot=1)"
-    )
-    sandbox.run("printf changed | dd of=/etc/services conv=notrunc", check=True)
-    assert probe.ask("m[:7] != b'changed'"), "this kernel has no such difference"
-    with pytest.raises(UnsupportedState, match="maps /etc/services as it was before"):
-        sandbox.checkpoint()
-    probe.do("m.close()")
-    sandbox.checkpoint()

@@ -69,9 +69,13 @@ def test_other_names_are_left(sandbox: Sandbox) -> None:
 put('/root/a', 'linked'); f = os.open('/root/a', os.O_RDWR); mark = os.stat('/root/a').st_ino
 os.link('/root/a', '/root/b'); os.unlink('/root/a')
 put('/root/c', 'renamed'); g = os.open('/root/c', os.O_RDWR); os.rename('/root/c', '/root/e')
+import socket
+s = socket.socket(1); s.bind('/root/s'); s.close(); os.link('/root/s', '/root/t')
+h = os.open('/root/s', os.O_PATH); os.unlink('/root/s')
 """,
         report="""[label(f), info(f), os.pread(f, 9, 0).decode(), os.path.sameopenfile(f,
-os.open('/root/b', 0)), label(g), sorted(os.listdir('/root'))[-3:], left(),
+os.open('/root/b', 0)), label(g), sorted(os.listdir('/root'))[-3:], left(), label(h),
+os.fstat(h).st_ino == os.stat('/root/t').st_ino,
 os.fstat(f).st_ino == mark, os.closerange(20, 99)]""",
         change="os.pwrite(f, b'THROUGH', 0)",
     )
@@ -93,8 +97,11 @@ os.pread(again, 3, 0).decode(), left()]""",
         change="os.ftruncate(f, 3)",
     )
     probe = Probe.start(sandbox)
-    probe.do(_TOOLS + "f = os.open('/root', os.O_TMPFILE | os.O_WRONLY, 0o600)")
-    probe.do("os.write(f, b'z' * 200000)")
+    probe.do(_TOOLS + "f = os.open('/root', os.O_TMPFILE | os.O_RDWR, 0o600)")
+    # seen first through a mapping and a description without the flag
+    probe.do("os.write(f, b'z' * 200000); m = mmap.mmap(f, 4096, flags=2, prot=1)")
+    probe.do("low = os.open('/proc/self/fd/%d' % f, 0); os.dup2(low, f + 9); low, f = f + 9, f")
+    probe.do("os.dup2(f, 40); os.dup2(low, f); f = 40")
     checkpoint = sandbox.checkpoint()
     for _ in range(2):
         sandbox.rollback(checkpoint)
@@ -273,3 +280,22 @@ def test_a_name_that_cannot_be_found_is_refused(sandbox: Sandbox) -> None:
         sandbox.checkpoint()
     probe.do("os.close(fd)")
     sandbox.checkpoint()
+
+
+def test_a_mapping_that_shows_what_the_base_still_has(sandbox: Sandbox) -> None:
+    """Overlayfs leaves an older mapping with the base's version of a file, for ever."""
+    check(
+        sandbox,
+        setup=_TOOLS
+        + _LIBRARY
+        + """
+older = mapped('/etc/services'); reader = os.open('/etc/services', os.O_RDONLY)
+ctypes.memmove(older + 4096, b'touched', 7)
+with open('/etc/services', 'r+') as f: f.write('changed')
+newer = mapped('/etc/services')
+assert peek(older, 7) != 'changed', 'this kernel has no such difference'
+""",
+        report="""[peek(older), peek(older + 4096), peek(older + 8192), peek(newer), row(newer),
+os.pread(reader, 7, 0).decode(), label(reader), open('/etc/services').read(7), left()]""",
+        change="ctypes.memmove(older, b'LOST', 4); put('/etc/services', 'newest')",
+    )

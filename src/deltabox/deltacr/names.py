@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from ..errors import UnsupportedState
 from ..linux.openat2 import openat2
 from . import memory
 from .model import Mapping
@@ -90,8 +91,26 @@ class Names:
         mapping = replace(mapping, ghost=self._ghosts.get(key, -1))
         # a file that was opened for writing had been copied up before it was mapped
         if not (self._named[key] or (mapping.shared and mapping.may_write)):
-            self._check_version(host, mapping, refuse)
+            mapping = self._version(host, mapping, refuse)
         return mapping
+
+    def _version(self, host: int, mapping: Mapping, refuse: Refuse) -> Mapping:
+        """A mapping may show the file as it is, or as it still is in the base."""
+        try:
+            self._check_version(host, mapping, self.root_fd, refuse)
+        except UnsupportedState:
+            if mapping.ghost >= 0 or self.base < 0:
+                raise
+        else:
+            return mapping
+        self._check_version(host, mapping, self.base, refuse)
+        file = openat2(self.base, mapping.path, os.O_PATH)
+        try:
+            return replace(mapping, ghost=self.ghosts.enter_older(file, mapping.path))
+        except Refused as refused:
+            raise refuse(f"maps {refused}", "mapping") from None
+        finally:
+            os.close(file)
 
     def _look(self, mapping: Mapping) -> os.stat_result | None:
         """What the mapping's name leads to by now."""
@@ -119,12 +138,12 @@ class Names:
             return False
         return True
 
-    def _check_version(self, host: int, mapping: Mapping, refuse: Refuse) -> None:
+    def _check_version(self, host: int, mapping: Mapping, root: int, refuse: Refuse) -> None:
         memory_fd = os.open(f"/proc/{host}/mem", os.O_RDONLY | os.O_CLOEXEC)
         if mapping.ghost >= 0:
             file = os.open(_map_file(host, mapping), os.O_RDONLY | os.O_CLOEXEC)
         else:
-            file = openat2(self.root_fd, mapping.path, os.O_RDONLY)
+            file = openat2(root, mapping.path, os.O_RDONLY)
         try:
             memory.check_version(memory_fd, mapping, file, refuse)
         finally:

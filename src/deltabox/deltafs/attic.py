@@ -38,11 +38,14 @@ _SMALL: Final = 64 << 10
 class Attic:
     """What one checkpoint keeps. Nothing exists on disk before the first file does."""
 
-    def __init__(self, directory: Path, top: int, owner: int, shelf: dict[Key, Path]) -> None:
+    def __init__(
+        self, layer: Layer, directory: Path, top: int, owner: int, shelf: dict[Key, Path]
+    ) -> None:
         """`owner` is the host uid (and gid) that the overlay shows for uid 0 on disk.
 
         `shelf` has copies of files of the base, which never change, made for earlier snapshots.
         """
+        self._layer = layer
         self._shelf = shelf
         self._directory = directory
         self._top = top
@@ -61,7 +64,7 @@ class Attic:
             info = os.fstat(source)
             place = self._directory / str(number)
             key = (info.st_ino, info.st_ctime_ns, info.st_size)
-            if key in self._shelf:
+            if not real and key in self._shelf:
                 os.link(self._shelf[key], place)
                 return f"/{PREFIX}{number}"
             target = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
@@ -89,10 +92,12 @@ class Attic:
         handle = handles.upper_of(file)
         if handle is None:
             return []
-        real = handles.open_handle(self._top, handle, os.O_RDONLY | os.O_NONBLOCK)
+        real = handles.open_handle(self._top, handle, os.O_PATH)
+        subvolume = os.open(self._layer.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            found = btrfs.names(real, os.fstat(real).st_ino)
+            found = btrfs.names(subvolume, os.fstat(real).st_ino)
         finally:
+            os.close(subvolume)
             os.close(real)
         return [
             os.fsdecode(name.removeprefix(b"upper")) for name in found if name.startswith(b"upper/")

@@ -210,10 +210,10 @@ class Image:
             layer.head = Snapshot(self, number, layer.head, generation)
             return layer.head
 
-    def attic(self, owner: int) -> Attic:
-        """Where the next snapshot keeps files that have no name (see attic.py)."""
+    def attic(self, layer: Layer, owner: int) -> Attic:
+        """Where the next snapshot of a layer keeps files that have no name (see attic.py)."""
         directory = self.mountpoint / "ghosts" / f"next-{self._next()}"
-        return Attic(directory, self._top, owner, self._shelf)
+        return Attic(layer, directory, self._top, owner, self._shelf)
 
     def writable(self, snapshot: Snapshot) -> Layer:
         """A new layer that starts as the snapshot, ready for `root_mount`."""

@@ -66,7 +66,7 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[T
         budget.check(trees)
         tree.image.presync()
         snapshots: list[Snapshot] = []
-        attic = tree.image.attic(tree.owner)
+        attic = tree.image.attic(box.layer, tree.owner)
 
         def at_instant() -> Saved:
             with box.changed:

@@ -25,7 +25,7 @@ import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ...linux import numbers as nr
@@ -82,25 +82,62 @@ class Ghosts:
             info = os.fstat(fd)
             key = (info.st_dev, info.st_ino)
             if key not in self._index:
-                ghost = self._ghost(fd, info, target, unnamed)
+                ghost = self._ghost(fd, info, target)
                 self._index[key] = len(self.found)
                 self.found.append(ghost)
         finally:
             os.close(fd)
+        index = self._index[key]
+        ghost = self.found[index]
+        if unnamed and ghost.kind == "moved" and not ghost.missing and _is_unnamed(ghost.name):
+            self.found[index] = replace(ghost, kind="unnamed")
+        return index
+
+    def enter_older(self, file: int, path: str) -> int:
+        """The index of a ghost of the base's file of this name, which has changed since."""
+        info = os.fstat(file)
+        key = (info.st_dev, info.st_ino)  # not the overlay's device, so it is no other's
+        if key not in self._index:
+            aside, missing = self._way(path)
+            kept = self._keep(file, info, path)
+            self._index[key] = len(self.found)
+            self.found.append(
+                Ghost(
+                    "moved",
+                    path,
+                    kept,
+                    aside,
+                    missing,
+                    self._times(path, missing),
+                    *self._owned(info),
+                )
+            )
         return self._index[key]
 
-    def _ghost(self, fd: int, info: os.stat_result, target: str, unnamed: bool) -> Ghost:
-        if not target.endswith(DELETED):
-            raise Refused(f"an earlier {target}, which has been replaced since")
-        if info.st_dev != self._device:
-            raise Refused(f"not in the sandbox's root, {target}")
-        name = target.removesuffix(DELETED)
-        owned = (
+    def _keep(self, fd: int, info: os.stat_result, target: str) -> str:
+        try:
+            return self._attic.keep(fd)
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            size = info.st_blocks >> 11
+            raise Refused(f"{size} MiB of a file of the base that has gone, {target}") from None
+
+    def _owned(self, info: os.stat_result) -> tuple[int, int, int, tuple[int, int]]:
+        return (
             stat.S_IMODE(info.st_mode),
             info.st_uid - self._owner,
             info.st_gid - self._owner,
             (info.st_atime_ns, info.st_mtime_ns),
         )
+
+    def _ghost(self, fd: int, info: os.stat_result, target: str) -> Ghost:
+        if not target.endswith(DELETED):
+            raise Refused(f"an earlier {target}, which has been replaced since")
+        if info.st_dev != self._device:
+            raise Refused(f"a deleted file of another file system, {target}")
+        name = target.removesuffix(DELETED)
+        owned = self._owned(info)
         aside, missing = self._way(name)
         times = self._times(name, missing)
         if stat.S_ISDIR(info.st_mode):
@@ -116,16 +153,7 @@ class Ghosts:
             return Ghost("fifo", name, "", aside, missing, times, *owned)
         if not stat.S_ISREG(info.st_mode):
             raise Refused(f"{_sort(info.st_mode)} without a name, {target}")
-        try:
-            kept = self._attic.keep(fd)
-        except OSError as error:
-            if error.errno != errno.EFBIG:
-                raise
-            raise Refused(
-                f"a deleted file of {info.st_blocks >> 11} MiB that came from the base, {target}"
-            ) from None
-        if unnamed and not missing and _UNNAMED.fullmatch(os.path.basename(name)):
-            return Ghost("unnamed", name, kept, "", (), times, *owned)
+        kept = self._keep(fd, info, target)
         return Ghost("moved", name, kept, aside, missing, times, *owned)
 
     def _way(self, name: str) -> tuple[str, tuple[str, ...]]:
@@ -180,6 +208,11 @@ class Ghosts:
         finally:
             os.close(fd)
         return (now.st_dev, now.st_ino) == (info.st_dev, info.st_ino)
+
+
+def _is_unnamed(name: str) -> bool:
+    """Whether this is what the kernel calls a file of O_TMPFILE (d_tmpfile)."""
+    return _UNNAMED.fullmatch(os.path.basename(name)) is not None
 
 
 def _sort(mode: int) -> str:
