@@ -60,7 +60,7 @@ def within(pid: int, name: str, kind: int, work: Callable[[], None]) -> None:
         except Exception as error:  # for the caller, in its own thread
             failed.append(error)
 
-    thread = threading.Thread(target=enter, name=f"in {name} of {pid}")
+    thread = threading.Thread(target=enter, name=f"connection to {name} of {pid}")
     thread.start()
     thread.join()
     if failed:
