@@ -30,8 +30,9 @@ from .model import (
     Process,
     Thread,
 )
+from .model import Mapping as Vma
 from .names import Names
-from .objects import credentials, mqueues, signals, timers
+from .objects import credentials, mqueues, remains, signals, timers
 from .subject import Refuse, Refused
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
@@ -60,13 +61,18 @@ def capture(
     waits: Waits,
     base: int,
     born: float,
-) -> Capture:
-    """Everything but the pages themselves. Raises UnsupportedState.
+) -> tuple[Capture, list[int]]:
+    """Everything but the pages themselves, and files with shared memory. Raises UnsupportedState.
 
     `base` is a descriptor of the base's root (-1: none); `born` the time.time() of the tree's
     first moment, before which every inode change belongs to the base.
     """
-    return _Capturing(live, frozen, owner, externals, waits, base, born).whole()
+    capturing = _Capturing(live, frozen, owner, externals, waits, base, born)
+    try:
+        return capturing.whole(), capturing.table.shared.copies
+    except BaseException:
+        capturing.table.shared.close()
+        raise
 
 
 class _Capturing:
@@ -85,7 +91,7 @@ class _Capturing:
         self.owner = owner
         self.waits = waits
         self.names = Names(live.root, base, born)
-        self.table = DescriptorTable(live.root, owner, externals)
+        self.table = DescriptorTable(live, owner, externals)
         self.namespaces = {
             name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
         }
@@ -105,15 +111,18 @@ class _Capturing:
         self.table.inside.update(inside)
         try:
             found = [self._process(pid, inside) for pid in self.frozen.threads]
+            zombies = self._zombies(inside)
+            self.table.inside |= {z.host_pid: z.pid for z in zombies}
             self.table.settle()
         finally:
             self.table.close()
-        found += self._zombies(inside)
+        found += zombies
         processes = tuple(sorted(found, key=lambda p: p.pid))
         return Capture(
             processes,
             tuple(self.table.descriptions),
             tuple(self.table.pipes),
+            tuple(self.table.shared.found),
             self.survey.last_pid,
             self.survey.hostname,
             self.survey.domainname,
@@ -168,12 +177,14 @@ class _Capturing:
 
         mappings, vdso, gap = memory.mappings(host, refuse)
         self.names.mapped(host, mappings, refuse)
+        mappings = [self._shared(host, m, refuse) for m in mappings]
         mappings = [
             replace(m, of_base=True)
             if m.pages and m.kind == "file" and self.names.is_pristine(m)
             else m
             for m in mappings
         ]
+        descriptors = self.table.of_process(host, refuse)
         ignores_trap = bool(int(status["SigIgn"], 16) >> 4 & 1)
         memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -244,7 +255,7 @@ class _Capturing:
                 proc.read(f"/proc/{host}/auxv"),
                 self.names.executable(host, refuse),
             ),
-            descriptors=self.table.of_process(host, refuse),
+            descriptors=descriptors,
             cwd=self.names.directory(host, "cwd", refuse),
             root=self.names.root_of(host, refuse),
             umask=int(status["Umask"], 8),
@@ -262,6 +273,14 @@ class _Capturing:
                 self.coredump_filter, proc.read(f"/proc/{host}/coredump_filter"), 16
             ),
         )
+
+    def _shared(self, host: int, mapping: Vma, refuse: Refuse) -> Vma:
+        if mapping.kind != "memory":
+            return mapping
+        try:
+            return replace(mapping, memory=self.table.shared.of_mapping(host, mapping))
+        except Refused as refused:
+            raise refuse(f"maps {refused}", "mapping") from None
 
     def _still_to_resume(self, pid: int, threads: tuple[Thread, ...]) -> Process | None:
         """The captured process that a restored, stopped one will become when it is continued.
@@ -464,9 +483,18 @@ class _Capturing:
                             exit_signal=stat.exit_signal,
                             comm=os.fsencode(stat.comm),
                             zombie=stat.exit_code,
+                            remains=self._remains(pid, stat.comm),
                         )
                     )
         return found
+
+    def _remains(self, host: int, comm: str) -> remains.Remains:
+        try:
+            return remains.capture(host, self.owner)
+        except credentials.Refused as refused:
+            raise UnsupportedState(
+                f"the ended process {comm} had an {refused}", process=comm, object="credentials"
+            ) from None
 
 
 def _unless(common: bytes, own: bytes, base: int) -> int | None:

@@ -59,6 +59,7 @@ class Engine:
         self.on_gone: Callable[[str, str], None] = lambda kind, value: None
         if not _INTERPRETER.exists():
             raise HostUnsupported(f"{_INTERPRETER} is missing: the package was not built")
+        self.interpreter = os.open(_INTERPRETER, os.O_RDONLY | os.O_CLOEXEC)
         root = cgroup.hierarchies().get("2")
         if root is None:
             raise HostUnsupported("control groups version 2 are not mounted")
@@ -103,6 +104,7 @@ class Engine:
     def close(self) -> None:
         self.seed.close()
         end_task(self._task)
+        os.close(self.interpreter)
         with contextlib.suppress(FileNotFoundError):
             cgroup.remove(self.group)
 
@@ -153,6 +155,7 @@ class Tree:
             os.chown(self.group / "cgroup.procs", self.owner, self.owner)
             self._templates_group = self.group / "templates"
             cgroup.make(self._templates_group, controllers=False)
+            os.chown(self._templates_group / "cgroup.procs", self.owner, self.owner)
             for controller in ("memory", "pids"):
                 self._join_legacy(controller)
             self._first = self._blank()
@@ -183,8 +186,10 @@ class Tree:
         """The checkpoint's tree, built and waiting at its barrier; `Live.release` lets it run."""
         if template.sealed is None or template.pid is None:
             raise RollbackError("the checkpoint holds no process state")
+        holders = {f"shared{index}": fd for index, fd in enumerate(template.shared)}
+        inputs = {**externals, **holders}
         try:
-            live = self._start(template, template.sealed, template.pid, root_mount, externals)
+            live = self._start(template, template.sealed, template.pid, root_mount, inputs)
         except (ProgramFailed, PeerGone, OSError) as error:
             raise RollbackError(f"the tree could not be rebuilt: {error}") from error
         live.origin = template.capture
@@ -420,11 +425,13 @@ class Tree:
 
     def _fork_template(self, base: Template | None, fds: Mapping[str, int]) -> int:
         """The host pid of a new template, forked from the seed or from another one."""
+        if self._first is None:
+            program = boot.origin_program()
+            fds = {**fds, "userns": self.userns, "interpreter": self.engine.interpreter}
+            return self.engine.seed.run(program.seal(), 0, fds).variable(program.result)
         if base is None:
             program = boot.template_program([])
-            # The tree's first template has joined its groups; the others are born in them.
-            origin = self.engine.seed if self._first is None else self._first.peer
-            return origin.run(program.seal(), 0, fds).variable(program.result)
+            return self._first.peer.run(program.seal(), 0, fds).variable(program.result)
         # The door is kept still: a restore decides what of the memory is inherited.
         with base.life, base.door.lock:
             if base.closed or base.stash is None:
@@ -450,15 +457,15 @@ class Tree:
             template_fd = own_task(template_pid)
             undo.callback(end_task, template_fd)
             if self._first is None:
+                # the tree's first template joins its groups; the others are born in them
+                peer.run(boot.named_program().seal(), 0)
                 for group in self._legacy:
                     (group / "cgroup.procs").write_text(str(template_pid))
             door_mine, door_theirs = pair()
             undo.callback(door_mine.close)
             program = boot.door_program()
             with door_theirs:
-                run = peer.run(
-                    program.seal(), 0, {"sock": door_theirs.fileno(), "userns": self.userns}
-                )
+                run = peer.run(program.seal(), 0, {"sock": door_theirs.fileno()})
             door_pid = run.variable(program.result)
             door_fd = own_task(door_pid)
             undo.callback(end_task, door_fd)

@@ -19,11 +19,14 @@ import re
 import struct
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 from ..linux import numbers as nr
 from ..linux import pagemap
 from ..linux.proc import read
 from .model import PAGE, Mapping, Process
+from .objects import shared_memory
+from .rebuild import Rebuild
 from .records import (
     CODE,
     CONTROL,
@@ -123,16 +126,20 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
         return Mapping(start, end, prot, False, 0, "anonymous", name, True, flags)
     if not path.startswith("/"):
         raise refuse(f"maps a kernel object, {path}", "mapping")
-    if path.startswith(("/dev/zero", "/memfd:", "/SYSV", "/anon_hugepage")) and shared:
+    if path.startswith(("/SYSV", "/anon_hugepage")):
         raise refuse(f"has shared memory at {start:#x} ({path})", "mapping")
     if path == _AIO:
         raise refuse(
             f"has an AIO context (io_setup) at {start:#x}, whose requests in flight cannot be seen",
             "aio context",
         )
-    if path.endswith(_DELETED):
+    if path.startswith("/memfd:") or (shared and path == "/dev/zero (deleted)"):
+        kind: Literal["file", "memory"] = "memory"
+    else:
+        kind = "file"
+    if kind == "file" and path.endswith(_DELETED):
         raise refuse(f"maps a file that has been deleted or replaced, {path}", "mapping")
-    if shared and prot & 2:
+    if kind == "file" and shared and prot & 2:
         raise refuse(f"has a writable shared mapping of {path}", "mapping")
     return Mapping(
         start,
@@ -140,7 +147,7 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
         prot,
         shared,
         int(offset, 16),
-        "file",
+        kind,
         path,
         "mw" in flags,
         flags,
@@ -183,13 +190,14 @@ def _gap(found: list[Mapping]) -> int:
 
 
 def restore(
-    program: Program,
+    rebuild: Rebuild,
     do: Sequence,
     process: Process,
     stash: Stash,
     opened: dict[tuple[str, int], int],
 ) -> None:
     """Build the address space of one clone; `opened` gives the descriptor of each mapped file."""
+    program = rebuild.program
     fixed = mmap.MAP_PRIVATE | 0x100000  # MAP_FIXED_NOREPLACE
     for mapping in process.mappings:
         if mapping.kind == "vdso":
@@ -207,7 +215,14 @@ def restore(
                 flags = flags & ~mmap.MAP_PRIVATE | _MAP_DROPPABLE
             do.call(nr.MMAP, start, size, prot, flags, -1, 0, what=f"map {name}")
         else:
-            fd = opened[mapping.path, open_mode(mapping)]
+            if mapping.memory < 0:
+                fd = opened[mapping.path, open_mode(mapping)]
+            else:
+                memfd = shared_memory.descriptor_of(rebuild, mapping)
+                if memfd is None:
+                    shared_memory.map_part(rebuild, do, mapping)
+                    continue
+                fd = memfd
             first = prot | 3 if mapping.pages else prot
             kind = mmap.MAP_SHARED | 0x100000 if mapping.shared else fixed
             do.call(

@@ -42,6 +42,7 @@ _OVERLAY_OPTIONS: Final = (
     ("index", "off"),
     ("nfs_export", "off"),
     ("xino", "on"),
+    ("uuid", "null"),
 )
 
 _OPAQUE: Final = "trusted.overlay.opaque"

@@ -13,6 +13,7 @@ of sight at once, and its memory and files go when the last pin does.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import logging
 import os
@@ -28,7 +29,7 @@ from typing import Any
 
 from ..deltacr import notify
 from ..deltacr.engine import Engine, Live, Template
-from ..deltafs import root
+from ..deltafs import find, root
 from ..deltafs.image import Image
 from ..deltafs.layers import Layer, Snapshot
 from ..errors import RollbackError, UnknownCheckpoint
@@ -169,6 +170,7 @@ class Tree:
                 os.close(mount)
             undo.callback(box.live.end)
             box.layer = layer
+            self._let_find(box.live, layer)
             box.watch()
             with self.lock:
                 self.boxes[box.number] = box
@@ -360,6 +362,7 @@ class Tree:
                 for fd in externals.values():
                     os.close(fd)
             undo.callback(live.end)
+            self._let_find(live, spare.layer)
             with box.changed:
                 for writer in shut:
                     writer.close()
@@ -380,6 +383,10 @@ class Tree:
             undo.pop_all()
         os.close(spare.mount)
         return Revived(live, spare.layer, handles, registrations)
+
+    def _let_find(self, live: Live, layer: Layer) -> None:
+        """Tell the process half where to ask for a file's name."""
+        live.find = functools.partial(find.paths_of, layer=layer, base=self.base, root=live.root)
 
     def forsake(self, box: Box, revived: Revived) -> None:
         """Take back a revival that will not be used."""

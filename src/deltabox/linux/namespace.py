@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ._libc import syscall
 
@@ -40,6 +41,27 @@ def unshare(flags: int) -> None:
 def setns(fd: int, kind: int) -> None:
     """Move the calling thread into the namespace behind `fd`."""
     syscall(_SETNS, fd, kind)
+
+
+@contextmanager
+def network_of(pid: int) -> Iterator[None]:
+    """The calling thread is in the network namespace of a process within the block.
+
+    A socket made there belongs to that namespace for ever.
+    """
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        other = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            setns(other, CLONE_NEWNET)
+        finally:
+            os.close(other)
+        try:
+            yield
+        finally:
+            setns(own, CLONE_NEWNET)
+    finally:
+        os.close(own)
 
 
 def within(pid: int, name: str, kind: int, work: Callable[[], None]) -> None:
