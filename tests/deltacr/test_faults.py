@@ -41,7 +41,10 @@ class State:
             [
                 "python3",
                 "-c",
-                "import sys\nn = 0\nfor l in sys.stdin:\n n += 1\n print(n, flush=True)",
+                "import fcntl, os, sys\nn = 0\n"
+                "f = open('/root/gone', 'w')\nf.write('x' * 100000)\nf.flush()\n"
+                "fcntl.flock(f, 2)\nos.unlink('/root/gone')\n"
+                "for l in sys.stdin:\n n += 1\n print(n, flush=True)",
             ]
         )
         self.python.stdin.write("\n")

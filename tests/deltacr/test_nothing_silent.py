@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import textwrap
+import uuid
+from pathlib import Path
 from typing import Any
 
 from deltabox import Sandbox
 
-# Run inside: {pid: {what: text}} for all processes but itself.
+# Run in the sandbox's pid and mount namespaces with the host's privileges, because what is to be
+# compared includes processes that root inside may not look at.
+# {pid: {what: text}} for all processes but itself.
 _LOOK = r"""
 import json, os, re
 def read(path):
@@ -178,9 +183,25 @@ def _same(what: str, text: str, everything: dict[str, str]) -> Any:
     return text
 
 
+def _first_process(sandbox: Sandbox) -> int:
+    """The host pid of the sandbox's PID 1."""
+    mark = uuid.uuid4().hex
+    sandbox.files.write_text("/root/.mark", mark)
+    for entry in Path("/proc").iterdir():
+        try:
+            is_first = (entry / "stat").read_text().split()[1] == "(init)"
+            if is_first and (entry / "root/root/.mark").read_text() == mark:
+                return int(entry.name)
+        except OSError:
+            continue
+    raise AssertionError("the sandbox has no first process")
+
+
 def look(sandbox: Sandbox) -> dict[str, Any]:
     """What there is to be seen, without what may differ."""
-    raw = json.loads(sandbox.run(["python3", "-c", _LOOK], check=True).stdout)
+    enter = ["nsenter", "-t", str(_first_process(sandbox)), "--pid", "--mount", "--net", "--cgroup"]
+    told = subprocess.run([*enter, "python3", "-c", _LOOK], check=True, stdout=subprocess.PIPE)
+    raw = json.loads(told.stdout)
     return {
         f"{pid} {what}": _same(what, text, found)
         for pid, found in raw.items()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from deltabox import Sandbox, UnsupportedState
-from tests.probe import Probe, check
+from deltabox import Sandbox
+from tests.probe import check
 
 
 def test_offset_flags_and_content(sandbox: Sandbox) -> None:
@@ -97,10 +95,56 @@ def test_chroot(sandbox: Sandbox) -> None:
     )
 
 
-def test_a_lock_is_refused_by_name(sandbox: Sandbox) -> None:
-    probe = Probe.start(sandbox)
-    probe.do("f = open('/root/l', 'w'); fcntl.flock(f, fcntl.LOCK_EX)")
-    with pytest.raises(UnsupportedState, match="with a lock"):
-        sandbox.checkpoint()
-    probe.do("fcntl.flock(f, fcntl.LOCK_UN)")
-    sandbox.checkpoint()
+def test_modes_flags_and_far_positions(sandbox: Sandbox) -> None:
+    check(
+        sandbox,
+        setup="""
+flags = {'append': os.O_APPEND, 'direct': os.O_DIRECT, 'sync': os.O_SYNC, 'dsync': os.O_DSYNC,
+         'noatime': os.O_NOATIME, 'nonblock': os.O_NONBLOCK, 'nofollow': os.O_NOFOLLOW, 'none': 0}
+opened = []
+for number, (name, flag) in enumerate(flags.items()):
+    for mode in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+        fd = os.open('/root/' + name, mode | flag | os.O_CREAT, 0)
+        os.lseek(fd, (number << 33) + mode, 0)
+        opened.append(fd)
+path = os.open('/etc/passwd', os.O_PATH)
+link = os.open('/etc/mtab', os.O_PATH | os.O_NOFOLLOW)
+""",
+        report="""[[[fcntl.fcntl(f, 3), fcntl.fcntl(f, 1), os.lseek(f, 0, 1)] for f in opened],
+fcntl.fcntl(path, 3), fcntl.fcntl(link, 3), os.readlink('', dir_fd=link)]""",
+        change="os.lseek(opened[1], 3, 1); fcntl.fcntl(opened[2], 4, 0)",
+    )
+
+
+def test_a_listing_read_half_way_goes_on(sandbox: Sandbox) -> None:
+    """Without loss or repetition: in directories of the layer, of the base, and of both."""
+    check(
+        sandbox,
+        setup="""
+os.mkdir('/root/many')
+for n in range(500): open('/root/many/%d' % n, 'w').close()
+open('/etc/one-more', 'w').close(); os.unlink('/etc/services')
+names = ('/root/many', '/usr/bin', '/etc')
+wanted = [sorted(os.listdir(n)) for n in names]
+def some(fd, size):
+    buffer = ctypes.create_string_buffer(size)
+    got, at, out = libc.syscall(217, fd, buffer, size), 0, []
+    while at < got:
+        length = struct.unpack_from('H', buffer, at + 16)[0]
+        out.append(buffer.raw[at + 19:at + length].split(b'\\0')[0].decode())
+        at += length
+    return out
+opened = [os.open(n, os.O_RDONLY) for n in names]
+first = [some(f, 2000) + some(f, 1000) for f in opened]
+def rest():
+    out = []
+    for fd, start, all in zip(opened, first, wanted):
+        was, found = os.lseek(fd, 0, 1), list(start)
+        while more := some(fd, 3000): found += more
+        os.lseek(fd, was, 0)
+        out.append([was > 0, sorted(set(found) - {'.', '..'}) == all, len(found) == len(all) + 2])
+    return out
+""",
+        report="[rest(), [len(f) for f in first]]",
+        change="first[0] += some(opened[0], 500)",
+    )

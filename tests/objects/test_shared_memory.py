@@ -140,3 +140,50 @@ def test_system_v_is_refused(sandbox: Sandbox) -> None:
     probe.do("at = libc.shmat(i, None, 0)")
     with pytest.raises(UnsupportedState, match="shared memory"):
         sandbox.checkpoint()
+
+
+def test_a_deleted_file_that_processes_share(sandbox: Sandbox) -> None:
+    """As sem_open(3) and POSIX shared memory leave behind, once unlinked."""
+    check(
+        sandbox,
+        setup=_HELP
+        + """
+f = open('/dev/shm/thing', 'w+b'); f.truncate(1 << 16)
+m = mmap.mmap(f.fileno(), 1 << 16)
+os.unlink('/dev/shm/thing'); f.close()
+m[:4] = b'here'
+ask_r, ask_w = os.pipe(); r, w = os.pipe()
+if not os.fork():
+    while True:
+        m[5000] = os.read(ask_r, 1)[0]
+        os.write(w, m[:4])
+def child(value):
+    os.write(ask_w, bytes([value]))
+    return os.read(r, 4).decode()
+before = child(7)
+""",
+        report="[maps('thing'), m[5000], m[:4].decode(), os.listdir('/dev/shm')]",
+        change="m[:4] = b'gone'; assert child(9) == 'gone' and m[5000] == 9",
+    )
+
+
+def test_multiprocessing(sandbox: Sandbox) -> None:
+    """Locks, a queue and a pool of workers."""
+    probe = Probe.start(sandbox)
+    probe.do(
+        """
+import multiprocessing
+pool = multiprocessing.get_context('fork').Pool(3)
+value = multiprocessing.Value('i', 5)
+assert pool.map(abs, range(-9, 0)) == list(range(9, 0, -1))
+"""
+    )
+    checkpoint = sandbox.checkpoint()
+    for _ in range(3):
+        assert probe.ask("pool.map(abs, range(-50, 0)) == list(range(50, 0, -1))")
+        probe.do("value.value += 1")
+        assert probe.ask("value.value") == 6
+        sandbox.rollback(checkpoint)
+    with sandbox.fork(at=checkpoint) as fork:
+        assert probe.within(fork).ask("sum(pool.map(abs, range(100)))") == 4950
+    assert probe.ask("value.value") == 5

@@ -33,6 +33,7 @@ from .model import (
 from .model import Mapping as Vma
 from .names import Names
 from .objects import credentials, mqueues, remains, signals, timers
+from .objects.ghosts import Attic, Ghosts
 from .subject import Refuse, Refused
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
@@ -61,13 +62,14 @@ def capture(
     waits: Waits,
     base: int,
     born: float,
+    attic: Attic,
 ) -> tuple[Capture, list[int]]:
     """Everything but the pages themselves, and files with shared memory. Raises UnsupportedState.
 
     `base` is a descriptor of the base's root (-1: none); `born` the time.time() of the tree's
     first moment, before which every inode change belongs to the base.
     """
-    capturing = _Capturing(live, frozen, owner, externals, waits, base, born)
+    capturing = _Capturing(live, frozen, owner, externals, waits, base, born, attic)
     try:
         return capturing.whole(), capturing.table.shared.copies
     except BaseException:
@@ -85,13 +87,15 @@ class _Capturing:
         waits: Waits,
         base: int,
         born: float,
+        attic: Attic,
     ) -> None:
         self.live = live
         self.frozen = frozen
         self.owner = owner
         self.waits = waits
-        self.names = Names(live.root, base, born)
-        self.table = DescriptorTable(live, owner, externals)
+        self.ghosts = Ghosts(live.root, owner, attic, born)
+        self.names = Names(live.root, base, born, self.ghosts)
+        self.table = DescriptorTable(live, owner, externals, self.ghosts)
         self.namespaces = {
             name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
         }
@@ -123,6 +127,7 @@ class _Capturing:
             tuple(self.table.descriptions),
             tuple(self.table.pipes),
             tuple(self.table.shared.found),
+            tuple(self.ghosts.found),
             self.survey.last_pid,
             self.survey.hostname,
             self.survey.domainname,
@@ -176,7 +181,7 @@ class _Capturing:
         self._check_process(host, tids, status, refuse)
 
         mappings, vdso, gap = memory.mappings(host, refuse)
-        self.names.mapped(host, mappings, refuse)
+        mappings = self.names.mapped(host, mappings, refuse)
         mappings = [self._shared(host, m, refuse) for m in mappings]
         mappings = [
             replace(m, of_base=True)
@@ -227,6 +232,7 @@ class _Capturing:
         if waiting is not None:
             settings = {t.identifier: t.setting for t in waiting.timers}
             posix = [replace(t, setting=settings[t.identifier]) for t in posix]
+        cwd, cwd_ghost = self.names.directory(host, "cwd", refuse)
         stop = max(self.frozen.stops[t] for t in tids)
         return Process(
             pid=pid,
@@ -253,10 +259,11 @@ class _Capturing:
                 stat.env_start,
                 stat.env_end,
                 proc.read(f"/proc/{host}/auxv"),
-                self.names.executable(host, refuse),
+                *self.names.executable(host, refuse),
             ),
             descriptors=descriptors,
-            cwd=self.names.directory(host, "cwd", refuse),
+            cwd=cwd,
+            cwd_ghost=cwd_ghost,
             root=self.names.root_of(host, refuse),
             umask=int(status["Umask"], 8),
             sigactions=actions,

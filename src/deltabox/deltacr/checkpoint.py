@@ -23,6 +23,7 @@ from .freeze import Frozen, freeze
 from .interrupted import Waits
 from .live import Live
 from .model import PAGE, Capture
+from .objects.ghosts import Attic
 from .peer import PeerGone, ProgramFailed, Run, insist
 from .program import compile_program
 from .records import Var
@@ -43,6 +44,7 @@ def take(
     reference: int,
     born: float,
     externals: Mapping[int, str],
+    attic: Attic,
     at_instant: Callable[[], T],
 ) -> tuple[Template, T]:
     """Fill `blank` with the tree's state at one instant; it is the checkpoint's template then.
@@ -64,6 +66,7 @@ def take(
                     waits=live.waits,
                     base=base,
                     born=born,
+                    attic=attic,
                 )
                 blank.shared = copies
                 stash = plan(seen, blank.stash)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat as modes
+import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -25,7 +25,20 @@ from ..linux.unix_diag import UnixInfo
 from . import kinds
 from .live import Live
 from .model import Description, Descriptor, Owner, Pipe
-from .objects import epoll, events, files, inotify, mqueues, pidfds, pipes, sockets, unix
+from .objects import (
+    epoll,
+    events,
+    files,
+    inotify,
+    kernel_files,
+    locks,
+    mqueues,
+    pidfds,
+    pipes,
+    sockets,
+    unix,
+)
+from .objects.ghosts import Ghosts
 from .objects.shared_memory import SharedMemories
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
@@ -52,6 +65,7 @@ _SETTLE: dict[str, Callable[[Subject, Description], Description]] = {
     "epoll": epoll.settle,
     "pidfd": pidfds.settle,
     "unix socket": unix.settle,
+    "proc": kernel_files.settle,
 }
 _CHECK: dict[str, Callable[[Subject, Description], None]] = {
     "unix socket": unix.check,
@@ -68,6 +82,7 @@ class DescriptorTable:
         live: Live,
         owner: int,
         externals: Mapping[int, str],
+        ghosts: Ghosts,
     ) -> None:
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
@@ -75,11 +90,11 @@ class DescriptorTable:
         self.root = live.root  # a descriptor of the sandbox's root directory
         self.owner = owner  # the host uid of root inside
         self.find_file = live.find  # the path of a file handle of the sandbox's root
+        self.ghosts = ghosts  # what has no name any more
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
         self.shared = SharedMemories(owner)
         self._live = live
         self._externals = externals
-        self._ghosts: dict[tuple[int, int], int] = {}
         self._pipe_index: dict[int, int] = {}
         self._seen: dict[tuple[str, str, int], list[Subject]] = {}
         self._index: dict[tuple[int, int], int] = {}
@@ -94,11 +109,13 @@ class DescriptorTable:
         self._adopted.close()
 
     def of_process(self, host: int, refuse: Refuse) -> tuple[Descriptor, ...]:
-        out = []
+        out: list[Descriptor] = []
         for number in sorted(int(name) for name in os.listdir(f"/proc/{host}/fd")):
             subject = Subject.look(host, number, self, refuse)
             index = self._enter(subject)
-            out.append(Descriptor(number, index, bool(subject.raw_flags & O_CLOEXEC)))
+            first = index not in (d.description for d in out)
+            held = locks.of_process(subject) if first and "lock:" in subject.facts else ()
+            out.append(Descriptor(number, index, bool(subject.raw_flags & O_CLOEXEC), held))
         return tuple(out)
 
     def find(self, host: int, number: int) -> int | None:
@@ -119,6 +136,11 @@ class DescriptorTable:
     def is_own(self, index: int) -> bool:
         """Whether a description is opened by each process itself, not by PID 1."""
         return kinds.BY_NAME[self.descriptions[index].kind].each is not None
+
+    def is_shared(self, subject: Subject) -> bool:
+        """Whether several processes hold the description of `subject`."""
+        index = self._index[subject.host, subject.number]
+        return any(i == index and host != subject.host for (host, _), i in self._index.items())
 
     def adopt(self, fd: int, holder: Subject) -> int:
         """The index of what is in flight in a queue of `holder`; `fd` is ours, and taken."""
@@ -199,7 +221,12 @@ class DescriptorTable:
                 self._index[subject.host, subject.number] = index
                 return index
         try:
+            held = locks.of_description(subject)
             description = self._describe(subject)
+            if held:
+                if kinds.BY_NAME[description.kind].each is not None:
+                    raise Refused(f"{subject.target}, with a lock")
+                description = replace(description, locks=held)
         except Refused as refused:
             raise self._refused(subject, str(refused)) from None
         index = len(self.descriptions)
@@ -242,25 +269,16 @@ class DescriptorTable:
         if target.startswith(("/dev/pts/", "/dev/ptmx")) or target == "/dev/tty":
             raise Refused("a terminal")
         if not target.startswith("/"):
+            namespace = kernel_files.capture_namespace(subject)
+            if namespace is not None:
+                return namespace
             raise Refused(f"a kernel object, {target}")
         info = os.stat(subject.path)
-        if self.queues.has(info) and modes.S_ISREG(info.st_mode) and not flags & os.O_PATH:
+        if self.queues.has(info) and stat.S_ISREG(info.st_mode) and not flags & os.O_PATH:
             return self.queues.capture(subject, info)
-        if modes.S_ISFIFO(info.st_mode):
-            files.check_name(self.root, target, info)
-            return Description("fifo", flags, path=target, pipe=self._pipe(subject, info.st_ino))
-        return self._file(subject, info)
-
-    def _file(self, subject: Subject, info: os.stat_result) -> Description:
-        nameless = (info.st_dev, info.st_ino)
-        if not info.st_nlink and nameless in self._ghosts:
-            original = self._ghosts[nameless]
-            return Description(
-                "file", subject.flags, subject.position, subject.target, ghost_of=original
-            )
         found = files.capture(subject, info)
-        if found.ghost is not None:
-            self._ghosts[nameless] = len(self.descriptions)
+        if found.kind == "fifo":
+            found = replace(found, pipe=self._pipe(subject, info.st_ino))
         return found
 
     def _pipe(self, subject: Subject, inode: int) -> int:

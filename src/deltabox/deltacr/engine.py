@@ -34,6 +34,7 @@ from . import boot, checkpoint
 from .asked import Asked
 from .live import Exit as Exit
 from .live import Live, WorldState
+from .objects.ghosts import Attic
 from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import Program, Sealed, Var
 from .stash import duplicate, plan
@@ -59,7 +60,6 @@ class Engine:
         self.on_gone: Callable[[str, str], None] = lambda kind, value: None
         if not _INTERPRETER.exists():
             raise HostUnsupported(f"{_INTERPRETER} is missing: the package was not built")
-        self.interpreter = os.open(_INTERPRETER, os.O_RDONLY | os.O_CLOEXEC)
         root = cgroup.hierarchies().get("2")
         if root is None:
             raise HostUnsupported("control groups version 2 are not mounted")
@@ -104,7 +104,6 @@ class Engine:
     def close(self) -> None:
         self.seed.close()
         end_task(self._task)
-        os.close(self.interpreter)
         with contextlib.suppress(FileNotFoundError):
             cgroup.remove(self.group)
 
@@ -155,7 +154,6 @@ class Tree:
             os.chown(self.group / "cgroup.procs", self.owner, self.owner)
             self._templates_group = self.group / "templates"
             cgroup.make(self._templates_group, controllers=False)
-            os.chown(self._templates_group / "cgroup.procs", self.owner, self.owner)
             for controller in ("memory", "pids"):
                 self._join_legacy(controller)
             self._first = self._blank()
@@ -197,7 +195,12 @@ class Tree:
         return live
 
     def checkpoint(
-        self, live: Live, *, externals: Mapping[int, str], at_instant: Callable[[], T]
+        self,
+        live: Live,
+        *,
+        externals: Mapping[int, str],
+        attic: Attic,
+        at_instant: Callable[[], T],
     ) -> tuple[Template, T]:
         """Capture a tree into a fresh template; see `checkpoint.take`."""
         blank = self._successor(live)
@@ -211,6 +214,7 @@ class Tree:
                 reference=self.reference,
                 born=self.born,
                 externals=externals,
+                attic=attic,
                 at_instant=at_instant,
             )
         except BaseException:
@@ -425,13 +429,11 @@ class Tree:
 
     def _fork_template(self, base: Template | None, fds: Mapping[str, int]) -> int:
         """The host pid of a new template, forked from the seed or from another one."""
-        if self._first is None:
-            program = boot.origin_program()
-            fds = {**fds, "userns": self.userns, "interpreter": self.engine.interpreter}
-            return self.engine.seed.run(program.seal(), 0, fds).variable(program.result)
         if base is None:
             program = boot.template_program([])
-            return self._first.peer.run(program.seal(), 0, fds).variable(program.result)
+            # The tree's first template has joined its groups; the others are born in them.
+            origin = self.engine.seed if self._first is None else self._first.peer
+            return origin.run(program.seal(), 0, fds).variable(program.result)
         # The door is kept still: a restore decides what of the memory is inherited.
         with base.life, base.door.lock:
             if base.closed or base.stash is None:
@@ -457,15 +459,15 @@ class Tree:
             template_fd = own_task(template_pid)
             undo.callback(end_task, template_fd)
             if self._first is None:
-                # the tree's first template joins its groups; the others are born in them
-                peer.run(boot.named_program().seal(), 0)
                 for group in self._legacy:
                     (group / "cgroup.procs").write_text(str(template_pid))
             door_mine, door_theirs = pair()
             undo.callback(door_mine.close)
             program = boot.door_program()
             with door_theirs:
-                run = peer.run(program.seal(), 0, {"sock": door_theirs.fileno()})
+                run = peer.run(
+                    program.seal(), 0, {"sock": door_theirs.fileno(), "userns": self.userns}
+                )
             door_pid = run.variable(program.result)
             door_fd = own_task(door_pid)
             undo.callback(end_task, door_fd)

@@ -7,6 +7,7 @@ from .objects import (
     events,
     files,
     inotify,
+    kernel_files,
     mqueues,
     pidfds,
     pipes,
@@ -23,6 +24,7 @@ KINDS: tuple[Kind, ...] = (
     *events.KINDS,
     unix_wiring.KIND,
     *pidfds.KINDS,
+    *kernel_files.KINDS,
     mqueues.KIND,
     epoll.KIND,
     inotify.KIND,  # last, or it would see the others being made

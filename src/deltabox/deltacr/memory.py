@@ -137,10 +137,6 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
         kind: Literal["file", "memory"] = "memory"
     else:
         kind = "file"
-    if kind == "file" and path.endswith(_DELETED):
-        raise refuse(f"maps a file that has been deleted or replaced, {path}", "mapping")
-    if kind == "file" and shared and prot & 2:
-        raise refuse(f"has a writable shared mapping of {path}", "mapping")
     return Mapping(
         start,
         end,
@@ -194,7 +190,7 @@ def restore(
     do: Sequence,
     process: Process,
     stash: Stash,
-    opened: dict[tuple[str, int], int],
+    opened: dict[tuple[str | int, int], int],
 ) -> None:
     """Build the address space of one clone; `opened` gives the descriptor of each mapped file."""
     program = rebuild.program
@@ -216,7 +212,8 @@ def restore(
             do.call(nr.MMAP, start, size, prot, flags, -1, 0, what=f"map {name}")
         else:
             if mapping.memory < 0:
-                fd = opened[mapping.path, open_mode(mapping)]
+                file = mapping.ghost if mapping.ghost >= 0 else mapping.path
+                fd = opened[file, open_mode(mapping)]
             else:
                 memfd = shared_memory.descriptor_of(rebuild, mapping)
                 if memfd is None:

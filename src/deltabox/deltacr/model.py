@@ -72,6 +72,7 @@ class Mapping:
     of_base: bool = False  # a private mapping of a file that is the base's, unchanged
     pages: tuple[tuple[int, int], ...] = ()
     memory: int = -1  # index into Capture.shared of shared memory without a file
+    ghost: int = -1  # index into Capture.ghosts of a file without a name
 
     @property
     def size(self) -> int:
@@ -95,17 +96,33 @@ class MemoryLayout:
     env_end: int
     auxv: bytes
     exe: str
+    ghost: int = -1  # of an executable without a name
 
 
 @dataclass(frozen=True)
 class Ghost:
-    """The bytes of a file that is open but has no name any more."""
+    """A file or directory in use that has no name, and how it gets its old one for a moment."""
 
-    content: bytes
+    kind: Literal["moved", "linked", "unnamed", "directory", "fifo"]
+    name: str  # its old one
+    source: str  # where the copy lies in every restore, or another name that it has
+    aside: str  # what must be put aside meanwhile; "": nothing
+    missing: tuple[str, ...]  # directories that must exist meanwhile, outermost first
+    times: tuple[tuple[str, int, int], ...]  # of the directories that this changes: ns
     mode: int
     uid: int
     gid: int
-    name: str  # where to make it: its old name when that is free, else "" for a name of ours
+    modified: tuple[int, int]  # atime and mtime, ns
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A lock that is held: a whole file's, or a range's (`length` 0: to the end)."""
+
+    kind: str  # FLOCK, POSIX, OFDLCK
+    write: bool
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -129,12 +146,12 @@ class Description:
     flags: int
     position: int = 0
     path: str = ""
-    ghost: Ghost | None = None
-    ghost_of: int = -1  # another description of the same nameless file, by its index
+    ghost: int = -1  # index into Capture.ghosts of a file without a name
     pipe: int = -1  # index into Capture.pipes for pipes and FIFOs
     key: str = ""  # of an external pipe
     state: Any = None
     owner: Owner | None = None
+    locks: tuple[Lock, ...] = ()  # those that belong to the description
 
 
 @dataclass(frozen=True)
@@ -150,6 +167,7 @@ class Descriptor:
     number: int
     description: int  # index into Tree.descriptions
     cloexec: bool
+    locks: tuple[Lock, ...] = ()  # those that belong to the process
 
 
 @dataclass(frozen=True)
@@ -183,6 +201,7 @@ class Process:
     layout: MemoryLayout | None = None
     descriptors: tuple[Descriptor, ...] = ()
     cwd: str = "/"
+    cwd_ghost: int = -1
     root: str = "/"
     umask: int = 0o022
     sigactions: tuple[bytes, ...] = ()  # struct kernel_sigaction, index 0 is signal 1
@@ -206,6 +225,7 @@ class Capture:
     descriptions: tuple[Description, ...]
     pipes: tuple[Pipe, ...]
     shared: tuple[Any, ...]  # SharedMemory
+    ghosts: tuple[Ghost, ...]
     last_pid: int
     hostname: bytes
     domainname: bytes

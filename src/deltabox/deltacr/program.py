@@ -25,7 +25,18 @@ from ..linux import numbers as nr
 from . import boot, frame, kinds, memory
 from .boot import World
 from .model import Capture, Process, Thread
-from .objects import credentials, epoll, mqueues, remains, shared_memory, signals, timers
+from .objects import (
+    credentials,
+    epoll,
+    ghosts,
+    kernel_files,
+    locks,
+    mqueues,
+    remains,
+    shared_memory,
+    signals,
+    timers,
+)
 from .rebuild import Entry, Rebuild, nothing
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
 from .stash import Stash
@@ -39,7 +50,7 @@ _P_PID, _WSTOPPED, _WEXITED, _WNOWAIT = 1, 2, 4, 0x01000000
 _WALL = 0x40000000
 _MADV_DONTFORK, _MADV_DOFORK = 10, 11
 _BIG = 2 << 20
-_O_CLOEXEC = 0o2000000
+_O_CLOEXEC, _O_PATH = 0o2000000, 0o10000000
 _DEFAULT_TIMER_SLACK = 50000
 _F_SETSIG, _F_SETOWN_EX, _O_ASYNC = 10, 15, 0o20000
 
@@ -83,7 +94,7 @@ class _Compiler:
         self.rebuild = Rebuild(
             self.program, self.init, capture, max(highest + 1, 64 + len(self.program.inputs))
         )
-        self.files: dict[tuple[str, int], int] = {}
+        self.files: dict[tuple[str | int, int], int] = {}  # path, or index of a ghost; flags
         self.next_local = _LOCAL
         self.running = sum(len(p.threads) for p in capture.processes if p.threads and not p.stopped)
         self.zero_time = self.program.data(bytes(16))
@@ -97,7 +108,9 @@ class _Compiler:
         mqueues.restore(self.rebuild, self.capture.queues)
         self._descriptions("open")
         self._open_mapped(init)
+        self.files |= ghosts.restore(self.rebuild)
         self._descriptions("link")
+        locks.restore(self.rebuild)
         self._check_room()
         self._clone_all(init, self.root)
         everybody = len(self.tasks) + 1
@@ -176,9 +189,9 @@ class _Compiler:
             wanted = [
                 (m.path, memory.open_mode(m))
                 for m in process.mappings
-                if m.kind == "file" and not self.stash.has_file(process.pid, m)
+                if m.kind == "file" and m.ghost < 0 and not self.stash.has_file(process.pid, m)
             ]
-            if process.layout is not None:
+            if process.layout is not None and process.layout.ghost < 0:
                 wanted.append((process.layout.exe, 0))
             for path, mode in wanted:
                 if (path, mode) in self.files:
@@ -308,11 +321,16 @@ class _Compiler:
 
     def _live(self, do: Sequence, process: Process) -> None:
         program = self.program
+        for low, high in self.extents.get(process.pid, ()):
+            # what its own clones did not inherit (`_carry`), the program's later ones shall
+            do.call(nr.MADVISE, low, high - low, _MADV_DOFORK, may_fail=True)
         memory.restore(self.rebuild, do, process, self.stash, self.files)
         self._frames(do, process)
         memory.drop_inherited(program, do)
         assert process.layout is not None
-        memory.layout(program, do, process, self.files[process.layout.exe, 0])
+        layout = process.layout
+        exe = layout.ghost if layout.ghost >= 0 else layout.exe
+        memory.layout(program, do, process, self.files[exe, 0])
         self._directories(do, process)
         self._descriptors(do, process)
         self._await_children(do, process)
@@ -362,7 +380,9 @@ class _Compiler:
     def _directories(self, do: Sequence, process: Process) -> None:
         text = self.program.text
         do.call(nr.UMASK, process.umask)
-        if process.cwd != "/":
+        if process.cwd_ghost >= 0:
+            do.call(nr.FCHDIR, self.files[process.cwd_ghost, _O_PATH], what="fchdir")
+        elif process.cwd != "/":
             do.call(
                 nr.CHDIR,
                 text(process.cwd.encode(errors="surrogateescape")),
@@ -401,12 +421,16 @@ class _Compiler:
                 added.add(descriptor.description)
                 for watch in epoll.own_watches(description, process.pid):
                     epoll.add(self.rebuild, do, descriptor.number, watch)
+        locks.restore_own(self.rebuild, do, process.descriptors)
 
     def _opens_own(self, process: Process | None) -> bool:
-        """Whether it has descriptors that it must open itself, when every pid exists."""
-        return process is not None and any(
-            kinds.BY_NAME[self.capture.descriptions[d.description].kind].each is not None
-            for d in process.descriptors
+        """Whether it must open something itself, when every pid exists."""
+        return process is not None and (
+            process.cwd.startswith("/proc/")
+            or any(
+                kinds.BY_NAME[self.capture.descriptions[d.description].kind].each is not None
+                for d in process.descriptors
+            )
         )
 
     def _await_children(self, do: Sequence, process: Process) -> None:
@@ -514,6 +538,8 @@ class _Compiler:
             do.call(nr.PRCTL, _PR_SET_DUMPABLE, 1 if process.dumpable == 1 else 0)
             timers.create(program, do, process)
         do.late = True
+        if leader:
+            kernel_files.position(self.rebuild, do, process)
         if local is None:
             do.barrier(_GO, self.running + 1)
         else:

@@ -1,26 +1,21 @@
 """The path of a file of which only its handle is known, as fdinfo shows it for inotify watches.
 
-Overlayfs encodes its handles as those of the layer the file lies in (struct ovl_fb in
-fs/overlayfs/overlayfs.h), so the layer's own file system can be asked: it finds the inode without
-any search, and the name follows from its dentry, which the overlay keeps alive.  The answer is a
-guess to be checked by its inode number: a directory may have been renamed in the upper layer.
+Overlayfs wraps the handle of the layer the file lies in (linux/handles.py), so the layer's own file
+system can be asked: it finds the inode without any search, and the name follows from its dentry,
+which the overlay keeps alive.  The answer is a guess to be checked by its inode number: a directory
+may have been renamed in the upper layer.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from ..linux.handles import open_by_handle_at
+from ..linux.handles import Handle, open_handle, within_overlay
 from .layers import Layer
 
-OVERLAY: Final = 0xF8  # OVL_FILEID_V1
-_HEADER: Final = struct.Struct("<3xBBBBB16s")
-_MAGIC: Final = 0xFB
-_OF_UPPER: Final = 4
 _INODE: Final = (1 << 32) - 1  # of the layer's own number; xino puts the layer into the high bits
 
 
@@ -64,17 +59,14 @@ def paths_of(
 
 def _real_path(kind: int, handle: bytes, layer: Layer, base: Path) -> tuple[str, bool] | None:
     """The path below the layer that the handle names, and whether that is the upper one."""
-    if kind != OVERLAY or len(handle) < _HEADER.size:
+    found = within_overlay(Handle(kind, handle))
+    if found is None:
         return None
-    _, magic, length, flags, real_kind, _ = _HEADER.unpack_from(handle)
-    if magic != _MAGIC:
-        return None
-    real = handle[_HEADER.size : 3 + length]
-    is_upper = bool(flags & _OF_UPPER)
+    real, is_upper = found
     top = layer.upper if is_upper else base
     place = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fd = open_by_handle_at(place, real_kind, real)
+        fd = open_handle(place, real, os.O_PATH)
     except OSError:
         return None
     finally:

@@ -33,6 +33,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
+from deltabox.deltafs.attic import Attic, Key, lay_out
 from deltabox.deltafs.layers import Layer, Snapshot
 from deltabox.errors import DeltaBoxError, HostUnsupported, NoSpace
 from deltabox.linux import btrfs, loop, mount
@@ -66,6 +67,7 @@ class Image:
         self._ballast = 0
         self._deleted = False
         self._passes = 0
+        self._shelf: dict[Key, Path] = {}
         self._open = ExitStack()
 
     @classmethod
@@ -208,6 +210,11 @@ class Image:
             layer.head = Snapshot(self, number, layer.head, generation)
             return layer.head
 
+    def attic(self, owner: int) -> Attic:
+        """Where the next snapshot keeps files that have no name (see attic.py)."""
+        directory = self.mountpoint / "ghosts" / f"next-{self._next()}"
+        return Attic(directory, self._top, owner, self._shelf)
+
     def writable(self, snapshot: Snapshot) -> Layer:
         """A new layer that starts as the snapshot, ready for `root_mount`."""
         number = self._next()
@@ -216,6 +223,7 @@ class Image:
             layer = Layer(self, number, snapshot)
             try:
                 _forget_volatile(layer)
+                lay_out(snapshot, layer)
             except BaseException:
                 self.delete(layer)
                 raise

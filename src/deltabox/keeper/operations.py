@@ -66,11 +66,13 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[T
         budget.check(trees)
         tree.image.presync()
         snapshots: list[Snapshot] = []
+        attic = tree.image.attic(tree.owner)
 
         def at_instant() -> Saved:
             with box.changed:
                 saved = box.save()
                 snapshots.append(tree.image.snapshot(box.layer))
+                attic.belong(snapshots[0])
                 return saved
 
         template = None
@@ -79,12 +81,13 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[T
                 externals = box.hold()
                 try:
                     template, saved = tree.engine.checkpoint(
-                        box.live, externals=externals, at_instant=at_instant
+                        box.live, externals=externals, attic=attic, at_instant=at_instant
                     )
                 finally:
                     box.let_go()
             budget.check(trees, extra=template.memory_bytes)
         except BaseException as error:
+            attic.discard()
             if template is not None:
                 tree.background.submit(template.close)
             for snapshot in snapshots:

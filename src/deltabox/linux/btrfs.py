@@ -10,6 +10,7 @@ Numbers and structures are from include/uapi/linux/{btrfs,btrfs_tree,fs}.h.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import struct
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ SNAP_DESTROY: Final = _iow(15, 4096)
 TREE_SEARCH_V2: Final = _iowr(17, 112)
 SNAP_CREATE_V2: Final = _iow(23, 4096)
 SUBVOL_SETFLAGS: Final = _iow(26, 8)
+INO_PATHS: Final = _iowr(35, 56)
+FICLONE: Final = 1 << 30 | 4 << 16 | 0x94 << 8 | 9  # linux/fs.h
 GET_SUBVOL_INFO: Final = _ior(60, 504)
 FITRIM: Final = 3 << 30 | 24 << 16 | ord("X") << 8 | 121  # linux/fs.h
 
@@ -74,6 +77,23 @@ def snapshot(parent: int, name: str, source: int, *, read_only: bool) -> None:
 def destroy_subvolume(parent: int, name: str) -> None:
     """Unlink a subvolume; the kernel frees its blocks in the background."""
     fcntl.ioctl(parent, SNAP_DESTROY, _vol_args(name))
+
+
+def clone(source: int, target: int) -> None:
+    """Make the open file `target` share all blocks of `source` (ioctl_ficlone(2))."""
+    fcntl.ioctl(target, FICLONE, source)
+
+
+def names(file: int, inode: int) -> list[bytes]:
+    """All names of an inode, as paths from the root of the subvolume that `file` is in."""
+    size = 64 << 10
+    # struct btrfs_data_container: bytes left, bytes missing, elements, elements missed; offsets
+    container = ctypes.create_string_buffer(size)
+    argument = struct.pack("=2Q4QQ", inode, size, 0, 0, 0, 0, ctypes.addressof(container))
+    fcntl.ioctl(file, INO_PATHS, argument)
+    count = int(struct.unpack_from("=I", container, 8)[0])
+    offsets = struct.unpack_from(f"={count}Q", container, 16)
+    return [ctypes.string_at(ctypes.addressof(container) + 16 + at) for at in offsets]
 
 
 def resize(directory: int, size: int | None) -> None:

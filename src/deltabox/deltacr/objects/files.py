@@ -2,13 +2,10 @@
 
 A file is opened again by name in the rebuilt root, which shows the snapshot taken at the same
 instant, so name, flags and position are all there is to keep.  Whether the name still means the
-open file is checked at capture, by device and inode; a file without any name left becomes a
-`Ghost`: its bytes are saved and put back under its old name just long enough to be opened.
+open file is checked at capture, by device and inode; what has lost its name is a ghost: ghosts.py.
 
 A descriptor opened before overlayfs copied its file up reads the copy afterwards (ovl_real_file in
 fs/overlayfs/file.c), so names are enough.  A *mapping* made before does not: see memory.py.
-
-What has no honest way back yet is refused by name: locks, and files that were renamed over.
 """
 
 from __future__ import annotations
@@ -19,52 +16,59 @@ from collections.abc import Sequence as Items
 
 from ...linux import numbers as nr
 from ...linux.openat2 import openat2
-from ..model import Description, Ghost
+from ..model import Description
 from ..rebuild import Entry, Kind, Rebuild
 from ..subject import Refused, Subject
+from . import ghosts, kernel_files
 
 _O_PATH = 0o10000000
-_O_CREAT, _O_EXCL = 0o100, 0o200
-_O_TMPFILE_BIT = 0o20000000
 _O_NOFOLLOW = 0o400000
-_GHOST_LIMIT = 256 << 20
 DEVICES = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9)}
 PROC_ROOTS = ("/proc/", "/sys/")
-_DELETED = " (deleted)"
 
 
 def capture(subject: Subject, info: os.stat_result) -> Description:
     """Describe an open file; `info` is its stat."""
-    root, target, flags = subject.table.root, subject.target, subject.flags
-    if "lock" in subject.facts:
-        raise Refused(f"{target}, with a lock")
+    target, flags = subject.target, subject.flags
     if subject.sends_signals:
         raise Refused("a file that sends SIGIO")
+    if target.startswith(PROC_ROOTS) or target in ("/proc", "/sys"):
+        # what is below /proc/sys depends on the namespaces of who looks, and is never replaced
+        if not target.startswith("/proc/sys/") or target.endswith(ghosts.DELETED):
+            check_name(subject.table.root, target, info, follow=not flags & _O_PATH)
+        return kernel_files.capture(subject)
     if flags & _O_PATH:
-        check_name(root, target, info, follow=False)
-        return Description("path", flags, 0, target)
+        return _named("path", subject, info)
+    if stat.S_ISFIFO(info.st_mode):
+        return _named("fifo", subject, info)
     position = subject.position
     if stat.S_ISCHR(info.st_mode):
         device = (os.major(info.st_rdev), os.minor(info.st_rdev))
         if device not in DEVICES:
             raise Refused(f"the device {target} ({device[0]}:{device[1]})")
-        check_name(root, target, info)
-        return Description("device", flags, position, target)
+        return _named("device", subject, info, position)
     if stat.S_ISDIR(info.st_mode):
-        if target.endswith(_DELETED) and info.st_nlink == 0:
-            raise Refused(f"a deleted directory, {target}")
-        check_name(root, target, info)
-        return Description("directory", flags, position, target)
+        return _named("directory", subject, info, position)
     if not stat.S_ISREG(info.st_mode):
         raise Refused(f"of a kind that cannot be captured, {target}")
-    if target.startswith(PROC_ROOTS):
-        raise Refused(f"a kernel file, {target}")
-    if info.st_nlink == 0:
-        ghost = _ghost(root, subject.path, target, info, subject.table.owner)
-        name = target.removesuffix(_DELETED)
-        return Description("file", flags & ~_O_TMPFILE_BIT, position, name, ghost)
-    check_name(root, target, info)
-    return Description("file", flags, position, target)
+    return _named("file", subject, info, position)
+
+
+def _named(kind: str, subject: Subject, info: os.stat_result, position: int = 0) -> Description:
+    """To be opened by name, or as the ghost of what had this name."""
+    target, flags = subject.target, subject.flags
+    try:
+        check_name(subject.table.root, target, info, follow=kind != "path")
+    except Refused:
+        if not target.endswith(ghosts.DELETED):
+            raise
+        ghost = subject.table.ghosts.enter(
+            subject.path, target, unnamed=flags & ghosts.O_TMPFILE == ghosts.O_TMPFILE
+        )
+        return Description(kind, flags, position, target, ghost)
+    if flags & ghosts.O_TMPFILE == ghosts.O_TMPFILE:
+        flags &= ~ghosts.O_TMPFILE
+    return Description(kind, flags, position, target)
 
 
 def check_name(root: int, target: str, info: os.stat_result, *, follow: bool = True) -> None:
@@ -82,52 +86,9 @@ def check_name(root: int, target: str, info: os.stat_result, *, follow: bool = T
         raise Refused(f"an earlier {target}, which has been replaced since")
 
 
-def _ghost(root: int, fd_path: str, target: str, info: os.stat_result, owner: int) -> Ghost:
-    if info.st_size > _GHOST_LIMIT:
-        raise Refused(f"a deleted file of {info.st_size >> 20} MiB, {target}")
-    fd = os.open(fd_path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        parts = []
-        position = 0
-        while part := os.pread(fd, 1 << 20, position):
-            parts.append(part)
-            position += len(part)
-    finally:
-        os.close(fd)
-    return Ghost(
-        b"".join(parts),
-        stat.S_IMODE(info.st_mode),
-        info.st_uid - owner,
-        info.st_gid - owner,
-        target.removesuffix(_DELETED) if _is_free(root, target.removesuffix(_DELETED)) else "",
-    )
-
-
-def _is_free(root: int, path: str) -> bool:
-    """Nothing has that name, and its directory still exists."""
-    try:
-        os.close(openat2(root, os.path.dirname(path), _O_PATH | os.O_DIRECTORY))
-    except OSError:
-        return False
-    try:
-        os.close(openat2(root, path, _O_PATH | _O_NOFOLLOW))
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 def restore(rebuild: Rebuild, entries: Items[Entry]) -> None:
     for number, description in entries:
-        if description.ghost is not None:
-            _restore_ghost(rebuild, number, description, description.ghost)
-        elif description.ghost_of >= 0:
-            # another description of a nameless file, through the link of the first
-            path = f"/proc/self/fd/{rebuild.number(description.ghost_of)}"
-            _open(rebuild, path, description.flags & ~_O_TMPFILE_BIT, description.position)
-            rebuild.place(number)
-        else:
+        if description.ghost < 0:
             _open(rebuild, description.path, description.flags, description.position)
             rebuild.place(number)
 
@@ -141,29 +102,3 @@ def _open(rebuild: Rebuild, path: str, flags: int, position: int) -> None:
     rebuild.init.call(nr.OPENAT, -100, name, flags, save=opened, what=f"open {path}")
     if position and not flags & _O_PATH:
         rebuild.init.call(nr.LSEEK, opened, position, 0, what=f"lseek {path}")
-
-
-_GHOST_PREFIX = "/.deltabox-ghost-"
-
-
-def _restore_ghost(rebuild: Rebuild, number: int, description: Description, ghost: Ghost) -> None:
-    """Write the bytes to a file of the old name, open it as it was open, take its name away.
-
-    Where another file has the name by now, one of ours is used, and the descriptor's link differs.
-    """
-    program, do = rebuild.program, rebuild.init
-    path = ghost.name or f"{_GHOST_PREFIX}{number}"
-    name = program.text(os.fsencode(path))
-    made = program.variable()
-    do.call(nr.OPENAT, -100, name, 2 | _O_CREAT | _O_EXCL, 0o600, save=made, what="make ghost")
-    position = 0
-    while position < len(ghost.content):
-        part = ghost.content[position : position + (1 << 20)]
-        do.call(nr.WRITE, made, program.data(part), len(part))
-        position += len(part)
-    do.call(93, made, ghost.uid, ghost.gid)  # fchown
-    do.call(91, made, ghost.mode)  # fchmod
-    _open(rebuild, path, description.flags, description.position)
-    rebuild.place(number)
-    do.call(nr.CLOSE, made)
-    do.call(nr.UNLINK, name)

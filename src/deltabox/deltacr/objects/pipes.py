@@ -16,12 +16,14 @@ import fcntl
 import os
 import termios
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 from ...linux import numbers as nr
 from ...linux._libc import syscall
 from ..model import Description, Pipe
 from ..rebuild import Entry, Kind, Rebuild
 from ..records import Ref, Var
+from . import ghosts
 
 DEFAULT_CAPACITY = 65536
 _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032
@@ -162,6 +164,16 @@ def _fill(rebuild: Rebuild, pipe: Pipe, write_end: Var) -> None:
 
 def _restore_fifo(rebuild: Rebuild, pipe: Pipe, ends: list[Entry]) -> None:
     """A named pipe: open it for both first, so that no open blocks, then each end."""
+    ghost = ends[0][1].ghost
+    if ghost >= 0:
+        with ghosts.raised(rebuild, rebuild.capture.ghosts[ghost]) as name:
+            _open_fifo(rebuild, pipe, [(n, replace(d, path=name)) for n, d in ends])
+            ghosts.open_others(rebuild, ghost)
+    else:
+        _open_fifo(rebuild, pipe, ends)
+
+
+def _open_fifo(rebuild: Rebuild, pipe: Pipe, ends: list[Entry]) -> None:
     do = rebuild.init
     both = rebuild.program.variable()
     path = rebuild.program.text(os.fsencode(ends[0][1].path))
