@@ -485,15 +485,20 @@ def test_what_holds_checkpoints_is_out_of_reach(sandbox: Sandbox) -> None:
     for one in (probe, *map(probe.within, forks)):
         one.do("""
 refused = []
-for path in ('mem', 'maps', 'environ', 'pagemap', 'auxv', 'map_files', 'fd', 'stack'):
+for path in ('mem', 'maps', 'environ', 'pagemap', 'auxv', 'map_files', 'stack', 'root', 'fd/3'):
     try:
-        (os.listdir if path in ('fd', 'map_files') else open)('/proc/1/' + path)
-    except PermissionError:
+        if path in ('root', 'fd/3'):
+            os.readlink('/proc/1/' + path)
+        elif path == 'map_files':
+            os.listdir('/proc/1/' + path)
+        else:
+            open('/proc/1/' + path, 'rb').read()
+    except (PermissionError, FileNotFoundError):
         refused.append(path)
 refused.append(libc.ptrace(16, 1, None, None) == -1 and ctypes.get_errno())
 """)
         assert one.ask("refused") == [
-            *("mem", "maps", "environ", "pagemap", "auxv", "map_files", "fd", "stack"),
+            *("mem", "maps", "environ", "pagemap", "auxv", "map_files", "stack", "root", "fd/3"),
             1,
         ]
         assert one.ask("sorted(int(p) for p in os.listdir('/proc') if p.isdigit())") == [

@@ -6,6 +6,7 @@ Afterwards the old state runs on or the new one does, and what can be counted ha
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from deltabox import DeltaBoxError, Process, Sandbox, Shell
+from tests.objects.test_mqueue import CALLS
+from tests.probe import Probe
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -181,6 +184,44 @@ def test_create_and_close(state: State, kind: str) -> None:
             assert other.run("echo hi").stdout == "hi\n"
 
     assert _each_fault(state, kind, operation) > 20
+
+
+@pytest.mark.parametrize("operation", ["checkpoint", "rollback", "fork"])
+def test_message_queues_and_who_is_told(state: State, operation: str) -> None:
+    """Messages are taken out and put back; a fork is announced: at each step something fails."""
+    probe = Probe.start(state.sandbox)
+    probe.do(
+        CALLS
+        + """
+q = mq_open('q', os.O_CREAT | os.O_RDWR | os.O_NONBLOCK)
+g = mq_open('g', os.O_CREAT | os.O_RDWR | os.O_NONBLOCK)
+mq_unlink('g')
+for priority in (1, 7, 1, 1):
+    send(q, str(os.getrandom(2)), priority)
+    send(g, str(os.getrandom(2)), priority)
+"""
+    )
+    state.sandbox.on_fork(probe.process, signal.SIGURG)
+    checkpoint = state.sandbox.checkpoint()
+    look = "[drained(q), drained(g)]"
+    before = probe.ask(look)
+    forks: list[Sandbox] = []
+
+    def operate(again: bool) -> None:
+        if again:
+            for fork in forks:
+                assert probe.within(fork).ask(look) == before
+                fork.close()
+            forks.clear()
+            assert probe.ask(look) == before
+        elif operation == "checkpoint":
+            state.sandbox.checkpoint().delete()
+        elif operation == "rollback":
+            state.sandbox.rollback(checkpoint)
+        else:
+            forks.append(state.sandbox.fork(at=checkpoint, identity="new"))
+
+    assert _each_fault(state, "call", operate) > 20
 
 
 def test_nothing_grows(state: State) -> None:

@@ -7,7 +7,7 @@ import pytest
 from deltabox import Sandbox, UnsupportedState
 from tests.probe import Probe, check
 
-_CALLS = """
+CALLS = """
 def call(number, *arguments):
     result = libc.syscall(number, *arguments)
     if result < 0:
@@ -59,7 +59,7 @@ def listed():
 def test_queues_and_their_descriptors(sandbox: Sandbox) -> None:
     check(
         sandbox,
-        setup=_CALLS
+        setup=CALLS
         + """
 a = mq_open('a', os.O_CREAT | os.O_RDWR | os.O_NONBLOCK, 0o640, 7, 100)
 for text, priority in [('one', 1), ('low', 0), ('two', 1), ('high', 32767), ('', 1), ('three', 1)]:
@@ -89,7 +89,7 @@ os.close(mq_open('new', os.O_CREAT)); fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NO
 def test_a_shared_description_stays_shared(sandbox: Sandbox) -> None:
     probe = Probe.start(sandbox)
     probe.do(
-        _CALLS
+        CALLS
         + """
 q = mq_open('q', os.O_CREAT | os.O_RDWR)
 order, reply = os.pipe(), os.pipe()
@@ -114,7 +114,7 @@ assert others() == b'0'
 def test_times_and_limits(sandbox: Sandbox) -> None:
     probe = Probe.start(sandbox)
     probe.do(
-        _CALLS
+        CALLS
         + """
 def limit(name, value=None):
     with open('/proc/sys/fs/mqueue/' + name, 'r' if value is None else 'w') as file:
@@ -156,14 +156,14 @@ else:
     send(q, 'second')
     print('sent', flush=True)
 """
-    calls = "import ctypes, os, struct\nlibc = ctypes.CDLL(None, use_errno=True)\n" + _CALLS
+    calls = "import ctypes, os, struct\nlibc = ctypes.CDLL(None, use_errno=True)\n" + CALLS
     processes = [
         sandbox.spawn(["python3", "-c", waiting, calls, role]) for role in ("receive", "send")
     ]
     for process in processes:
         assert process.stdout.readline(timeout=20) == "waits\n"
     probe = Probe.start(sandbox)
-    probe.do(_CALLS)
+    probe.do(CALLS)
     checkpoint = sandbox.checkpoint()
     sandbox.checkpoint()
     for turn in range(3):
@@ -179,7 +179,7 @@ else:
 def test_a_notification_is_refused(sandbox: Sandbox) -> None:
     probe = Probe.start(sandbox)
     probe.do(
-        _CALLS
+        CALLS
         + """
 q = mq_open('told', os.O_CREAT | os.O_RDWR | os.O_NONBLOCK)
 event = struct.pack('<QiiI', 0, signal.SIGUSR1, 0, 0).ljust(64, b'\\0')
@@ -200,7 +200,7 @@ def test_many_copies_of_a_large_queue(sandbox: Sandbox) -> None:
     """The kernel lets one user have nine queues of the default size, everywhere together."""
     probe = Probe.start(sandbox)
     probe.do(
-        _CALLS
+        CALLS
         + """
 for n in range(3):
     send(mq_open('q%d' % n, os.O_CREAT | os.O_RDWR, 0o600, 10, 8192), 'kept %d' % n)
@@ -219,7 +219,7 @@ for n in range(3):
 def test_more_than_could_come_back_is_refused(sandbox: Sandbox) -> None:
     probe = Probe.start(sandbox)
     probe.do(
-        _CALLS
+        CALLS
         + """
 queues = []
 for n in range(5):

@@ -20,9 +20,6 @@ import contextlib
 import logging
 import os
 import resource
-import select
-import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -34,11 +31,11 @@ from ..errors import CheckpointError, DeltaBoxError, HostUnsupported, RollbackEr
 from ..linux import cgroup
 from ..linux.cgroup import remove as remove_cgroup
 from . import boot, checkpoint
+from .asked import Asked
 from .live import Exit as Exit
 from .live import Live, WorldState
-from .objects import mqueues
 from .objects.ghosts import Attic
-from .peer import Peer, PeerGone, ProgramFailed, Run, end_task, own_task, pair
+from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import Program, Sealed, Var
 from .stash import duplicate, plan
 from .template import Template
@@ -286,12 +283,10 @@ class Tree:
             }
             try:
                 with template.door.lock:
-                    if template.capture is not None and template.capture.queues.linked:
-                        requests.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+                    asked = Asked(requests, template.door, self.owner, template.capture)
                     run = template.door.send(sealed, slot, fds)
                     try:
-                        if template.capture is not None and template.capture.queues.linked:
-                            self._make_queues(template, run, requests)
+                        asked.serve(run)
                         template.door.answer(run)
                     except BaseException:
                         _end_first(run.variable(pid))
@@ -319,29 +314,6 @@ class Tree:
             os.close(group_fd)
             os.close(network)
         return live
-
-    def _make_queues(self, template: Template, run: Run, requests: socket.socket) -> None:
-        """Make the message queues that a PID 1 asks for, unless its program fails before."""
-        assert template.capture is not None
-        ready, _, _ = select.select([requests, template.door.sock], [], [], 10.0)
-        if requests not in ready:
-            return
-        _, control, _, _ = requests.recvmsg(8, socket.CMSG_SPACE(12))
-        requests.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
-        pid = next(
-            struct.unpack_from("<i", data)[0]
-            for level, kind, data in control
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
-        )
-        try:
-            mqueues.make(pid, self.owner, template.capture.queues)
-        except OSError:
-            run.give_up()
-            requests.send(bytes(8))
-            with contextlib.suppress(ProgramFailed):
-                template.door.answer(run)
-            raise
-        requests.send(bytes(8))
 
     def _take_group(self) -> Path:
         """An empty group for one process tree.

@@ -12,6 +12,7 @@ of sight at once, and its memory and files go when the last pin does.
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import logging
@@ -343,16 +344,16 @@ class Tree:
         with ExitStack() as undo:
             spare = self.take_spare(node)
             undo.callback(self.discard_spare, spare)
+            elsewhere = node.saved.author != box.number
+            if elsewhere:
+                number = self.next_number()
+                identity.announce(spare.mount, self.owner, box.number, number, box.identity)
             externals: dict[str, int] = {}
             shut: list[Writer] = []
             with box.changed:
                 handles = box.rebuilt(node.saved, externals, shut)
             undo.callback(close_handles, box, handles)
             box.generation += 1
-            elsewhere = node.saved.author != box.number
-            if elsewhere:
-                number = self.next_number()
-                identity.announce(spare.mount, self.owner, box.number, number, box.identity)
             try:
                 live = self.engine.restore(
                     node.template,
@@ -372,6 +373,8 @@ class Tree:
                     identity.rename(live, box.identity)
                 wanted = {one.pid: one.signal for one in node.saved.registered}
                 hosts = live.hosts() if wanted else {}
+                if not wanted.keys() <= hosts.keys():
+                    raise ProcessLookupError(errno.ESRCH, "a registered process did not come back")
                 if elsewhere and node.template.capture is not None:
                     notify.queue(hosts, node.template.capture, wanted)
                 registrations = Registrations.restored(hosts, node.saved.registered)

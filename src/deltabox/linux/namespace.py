@@ -64,7 +64,7 @@ def within(path: str, kind: int, call: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=visit, name="visitor")
+    thread = threading.Thread(target=visit, name="connection to a namespace")
     thread.start()
     thread.join()
     if errors:

@@ -18,6 +18,7 @@ for it); reading the messages out of the kernel's memory.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -171,14 +172,20 @@ class QueueTable:
 
 
 def _messages(fd: int, size: int) -> tuple[tuple[int, bytes], ...]:
-    """All messages; they are in the queue again when this returns or raises."""
+    """All messages; they are in the queue again when this returns or raises.
+
+    Once begun it must go on to the end: what stayed in the queue would come before what is put
+    back.
+    """
     taken: list[tuple[int, bytes]] = []
-    try:
-        while True:
-            try:
+
+    def take() -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
                 taken.append(mqueue.receive(fd, size))
-            except BlockingIOError:
-                break
+
+    try:
+        insist(take)
     finally:
         for priority, message in taken:
             insist(lambda p=priority, m=message: mqueue.send(fd, p, m))  # type: ignore[misc]
