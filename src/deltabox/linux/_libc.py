@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 
 libc = ctypes.CDLL(None, use_errno=True)
 _syscall = libc.syscall
@@ -26,3 +27,18 @@ def syscall(number: int, *args: int | bytes | ctypes.Array[ctypes.c_char] | None
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return result
+
+
+def batch(calls: Callable[[int], list[tuple[int, ...]]], size: int) -> tuple[list[int], bytes]:
+    """Make calls that share a buffer, whose address `calls` is given; results as the kernel's.
+
+    (A result below zero is a negative errno.)
+    """
+    buffer = ctypes.create_string_buffer(size)
+    results = []
+    for number, *arguments in calls(ctypes.addressof(buffer)):
+        try:
+            results.append(syscall(number, *arguments))
+        except OSError as error:
+            results.append(-(error.errno or 0))
+    return results, buffer.raw

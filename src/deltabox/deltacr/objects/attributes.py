@@ -20,7 +20,6 @@ the death signal (always the main one after a restore).
 
 from __future__ import annotations
 
-import ctypes
 import os
 import struct
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from ...linux import numbers as nr
 from ...linux import proc, ptrace, sched
-from ...linux._libc import syscall
+from ...linux._libc import batch, syscall
 from ..records import Program, Sequence
 
 if TYPE_CHECKING:
@@ -213,14 +212,8 @@ def asked(results: Items[int], area: bytes) -> Asked:
 @lru_cache(maxsize=1)
 def ordinary() -> Asked:
     """The keeper's own answers: what everything it makes begins with."""
-    area = ctypes.create_string_buffer(THREAD_AREA)
-    results = []
-    for number, *arguments in thread_calls(ctypes.addressof(area))[:-2]:
-        try:
-            results.append(syscall(number, *arguments))
-        except OSError as error:
-            results.append(-(error.errno or 0))
-    return asked([*results, results[1]], area.raw)
+    results, area = batch(lambda data: thread_calls(data)[:-2], THREAD_AREA)
+    return asked([*results, results[1]], area)
 
 
 def thread(
