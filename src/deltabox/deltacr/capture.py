@@ -25,13 +25,14 @@ from .interrupted import UnknownCall, Waits
 from .live import Live
 from .model import (
     Capture,
+    External,
     MemoryLayout,
     PosixTimer,
     Process,
     Thread,
 )
 from .names import Names
-from .objects import credentials, signals, timers
+from .objects import credentials, signals, terminals, timers
 from .subject import Refuse
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
@@ -56,7 +57,7 @@ def capture(
     frozen: Frozen,
     *,
     owner: int,
-    externals: Mapping[int, str],
+    externals: Mapping[str, External],
     waits: Waits,
     base: int,
     born: float,
@@ -75,7 +76,7 @@ class _Capturing:
         live: Live,
         frozen: Frozen,
         owner: int,
-        externals: Mapping[int, str],
+        externals: Mapping[str, External],
         waits: Waits,
         base: int,
         born: float,
@@ -100,6 +101,7 @@ class _Capturing:
         try:
             found = [self._process(pid, inside) for pid in self.frozen.threads]
             self.table.settle()
+            self.table.terminals.finish(self.table.descriptions, found, self.table.inside)
         finally:
             self.table.close()
         found += self._zombies(inside)
@@ -254,6 +256,7 @@ class _Capturing:
             coredump_filter=_unless(
                 self.coredump_filter, proc.read(f"/proc/{host}/coredump_filter"), 16
             ),
+            tty=terminals.controlling(stat.tty),
         )
 
     def _still_to_resume(self, pid: int, threads: tuple[Thread, ...]) -> Process | None:

@@ -22,7 +22,7 @@ from .capture import capture
 from .freeze import Frozen, freeze
 from .interrupted import Waits
 from .live import Live
-from .model import PAGE, Capture
+from .model import PAGE, Capture, External
 from .peer import PeerGone, ProgramFailed, Run, insist
 from .program import compile_program
 from .records import Var
@@ -42,7 +42,7 @@ def take(
     base: int,
     reference: int,
     born: float,
-    externals: Mapping[int, str],
+    externals: Mapping[str, External],
     at_instant: Callable[[], T],
 ) -> tuple[Template, T]:
     """Fill `blank` with the tree's state at one instant; it is the checkpoint's template then.

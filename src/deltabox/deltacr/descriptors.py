@@ -18,8 +18,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ..errors import UnsupportedState
-from .model import Description, Descriptor, Owner, Pipe
-from .objects import events, files, pipes
+from .model import Description, Descriptor, External, Owner, Pipe
+from .objects import events, files, pipes, terminals
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
 _ANONYMOUS: dict[str, Callable[[Subject], Description]] = {
@@ -49,12 +49,13 @@ _F_GETSIG, _F_GETOWN_EX = 11, 16
 class DescriptorTable:
     """Grows with each process that is captured; indexes into it are what descriptors hold."""
 
-    def __init__(self, root: int, owner: int, externals: Mapping[int, str]) -> None:
+    def __init__(self, root: int, owner: int, externals: Mapping[str, External]) -> None:
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
         self.root = root  # a descriptor of the sandbox's root directory
         self.owner = owner  # the host uid of root inside
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
+        self.terminals = terminals.Terminals(root, owner, externals)
         self._externals = externals
         self._ghosts: dict[tuple[int, int], int] = {}
         self._pipe_index: dict[int, int] = {}
@@ -132,10 +133,10 @@ class DescriptorTable:
         target, flags = subject.target, subject.flags
         if target.startswith("pipe:["):
             inode = int(target[6:-1])
-            key = self._externals.get(inode)
-            if key is not None:
+            external = self._externals.get(target)
+            if external is not None:
                 index = self._pipe(subject, inode) if flags & 3 == 0 else -1
-                return Description("external", flags, pipe=index, key=key)
+                return Description("external", flags, pipe=index, key=external.key)
             if flags & 0o40000:
                 raise Refused("a pipe in packet mode")
             return Description("pipe", flags, pipe=self._pipe(subject, inode))
@@ -148,8 +149,8 @@ class DescriptorTable:
             raise Refused(_REFUSED.get(name, f"an anonymous kernel object, {name}"))
         if target.startswith("/memfd:"):
             raise Refused("a memfd")
-        if target.startswith(("/dev/pts/", "/dev/ptmx")) or target == "/dev/tty":
-            raise Refused("a terminal")
+        if terminals.is_terminal(subject):
+            return self.terminals.capture(subject)
         if not target.startswith("/"):
             raise Refused(f"a kernel object, {target}")
         info = os.stat(subject.path)

@@ -33,6 +33,8 @@ from ..linux.cgroup import remove as remove_cgroup
 from . import boot, checkpoint
 from .live import Exit as Exit
 from .live import Live, WorldState
+from .model import External
+from .objects import terminals
 from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import Program, Sealed, Var
 from .stash import duplicate, plan
@@ -182,12 +184,18 @@ class Tree:
             live = self._start(template, template.sealed, template.pid, root_mount, externals)
         except (ProgramFailed, PeerGone, OSError) as error:
             raise RollbackError(f"the tree could not be rebuilt: {error}") from error
+        try:
+            assert template.capture is not None
+            terminals.refill(template.capture, live.handed)
+        except OSError as error:
+            live.end()
+            raise RollbackError(f"a terminal could not be filled again: {error}") from error
         live.origin = template.capture
         live.base = template
         return live
 
     def checkpoint(
-        self, live: Live, *, externals: Mapping[int, str], at_instant: Callable[[], T]
+        self, live: Live, *, externals: Mapping[str, External], at_instant: Callable[[], T]
     ) -> tuple[Template, T]:
         """Capture a tree into a fresh template; see `checkpoint.take`."""
         blank = self._successor(live)
@@ -279,6 +287,7 @@ class Tree:
             try:
                 live.peer.answer(run)
                 live.attach(self._world)
+                live.take(sealed.handed)
                 if self.network == "host":
                     live.world = WorldState(live.world.mounts, b"")  # not ours to watch
                 self._world = live.world

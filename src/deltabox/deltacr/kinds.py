@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .objects import events, files, pipes
+from .objects import events, files, pipes, terminals
 from .rebuild import Kind
 
 KINDS: tuple[Kind, ...] = (
     pipes.EXTERNAL,
+    terminals.KIND,
     files.KIND,
     pipes.KIND,
     *events.KINDS,

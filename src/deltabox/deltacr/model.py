@@ -117,6 +117,14 @@ class Owner:
 
 
 @dataclass(frozen=True)
+class External:
+    """Something of which the keeper holds the other end: its key, and that end of a terminal."""
+
+    key: str
+    fd: int = -1
+
+
+@dataclass(frozen=True)
 class Description:
     """An open file description: what several descriptors of several processes may share.
 
@@ -193,6 +201,7 @@ class Process:
     personality: int = 0
     oom_score_adj: int | None = None  # None: PID 1's
     coredump_filter: int | None = None
+    tty: int = -1  # the index of its controlling terminal
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class Rebuild:
         self.base = base
         self.opened = program.variable()  # what the last record of PID 1's has opened
         self._next = base + len(capture.descriptions)
+        self.terminals: dict[int, int] = {}  # index -> a descriptor of the slave side
 
     def number(self, index: int) -> int:
         """The descriptor in PID 1 of the description with this index."""

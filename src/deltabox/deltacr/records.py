@@ -230,6 +230,7 @@ class Program:
         self.above = self.variable()  # bytes from there to the end of our range
         self.length = self.variable()  # its size
         self.result = self.variable()
+        self.handed: dict[str, int] = {}  # descriptors that the keeper takes out of PID 1
         self.root = self.sequence("root")
 
     def variable(self) -> Var:
@@ -327,6 +328,7 @@ class Program:
             (self.below.index, self.end.index, self.above.index, self.length.index),
             labels,
             sum(s.must_succeed() for s in self._sequences),
+            dict(self.handed),
         )
 
 
@@ -340,6 +342,7 @@ class Sealed:
     slot_variables: tuple[int, int, int, int]
     labels: list[tuple[int, str, list[str]]]
     records: int  # those whose failure ends the program
+    handed: dict[str, int] = field(default_factory=dict)  # name -> number in PID 1
 
     def locate(self, where: int) -> str:
         """Words for the record at offset `where`."""

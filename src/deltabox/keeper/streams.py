@@ -223,6 +223,12 @@ class Reader:
         self._pump.watch(ours, READ, self._on_event)
         return theirs
 
+    def attach(self, fd: int) -> None:
+        """Read this from now on: a descriptor of a terminal's master, which is ours to close."""
+        self.fd = fd
+        self.eof = False
+        self._pump.watch(fd, READ, self._on_event)
+
     def _on_event(self, _events: int) -> None:
         with self._changed:
             if self.fd < 0:
@@ -267,6 +273,10 @@ class Reader:
             data = os.read(self.fd, CHUNK)
         except BlockingIOError:
             return False
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            data = b""  # so a terminal tells that nobody has it open any more
         if not data:
             self.close()
             return True
@@ -321,6 +331,10 @@ class Writer:
         self.fd = ours
         self.inode = os.fstat(ours).st_ino
         return theirs
+
+    def attach(self, fd: int) -> None:
+        """Write to this: a descriptor of a terminal's master, which is ours to close."""
+        self.fd = fd
 
     @property
     def closed(self) -> bool:

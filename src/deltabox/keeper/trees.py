@@ -350,6 +350,10 @@ class Tree:
                 for fd in externals.values():
                     os.close(fd)
             with box.changed:
+                for handle in handles.values():
+                    master = live.handed.pop(f"{handle.number}/tty", None)
+                    if master is not None:
+                        handle.take_master(master)
                 for writer in shut:
                     writer.close()
             undo.pop_all()
