@@ -307,6 +307,9 @@ class _Compiler:
 
     def _live(self, do: Sequence, process: Process) -> None:
         program = self.program
+        for low, high in self.extents.get(process.pid, ()):
+            # what its own clones did not inherit (`_carry`), the program's later ones shall
+            do.call(nr.MADVISE, low, high - low, _MADV_DOFORK, may_fail=True)
         memory.restore(program, do, process, self.stash, self.files)
         self._frames(do, process)
         memory.drop_inherited(program, do)

@@ -106,8 +106,14 @@ def unlock(master: int) -> None:
 
 
 def peer(master: int) -> int:
-    """The slave side, open, without a way through a path."""
-    return fcntl.ioctl(master, TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    """The slave side, open, without a way through a path.
+
+    O_CLOEXEC would stay in the flags of the description, where fdinfo shows it for ever, so it is
+    set afterwards.
+    """
+    fd = fcntl.ioctl(master, TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY)
+    os.set_inheritable(fd, False)
+    return fd
 
 
 def stuff(fd: int, data: bytes) -> None:

@@ -45,6 +45,7 @@ from ..subject import Refused, Subject
 from . import typed
 
 _O_CLOEXEC, _O_NOCTTY, _O_RDWR = 0o2000000, 0o400, 2
+_O_LARGEFILE = 0o100000
 _N_TTY = 0
 _PTMX = "/dev/pts/ptmx"
 _MOST = 1024  # indexes; each one below the highest has to be opened for a moment
@@ -117,6 +118,9 @@ class Terminals:
             if device == tty.PTMX:
                 self._masters[index] = subject
                 return Description("terminal", subject.flags, state=Terminal(index))
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & _O_CLOEXEC:
+                # TIOCGPTPEER leaves it in the description, and hides what the descriptor has
+                raise Refused("a terminal opened by TIOCGPTPEER with O_CLOEXEC")
             if hung and device[0] != tty.SLAVE_MAJOR:
                 raise Refused("a terminal that was hung up, opened as /dev/tty")
             if not hung:
@@ -314,8 +318,14 @@ def _restore_pair(
             _open(rebuild, end, "/dev/tty", description.flags)
         do.call(nr.IOCTL, helper, tty.TIOCNOTTY, 0, what=f"give up control of {path}")
     for end, description in ends:
-        if (end, description) not in own and (end, description) not in hung:
+        if (end, description) in own or (end, description) in hung:
+            continue
+        if description.flags & _O_LARGEFILE:
             _open(rebuild, end, path, description.flags)
+        else:  # opened by TIOCGPTPEER, as openpty(3) does, which does not set that flag
+            flags = description.flags | _O_NOCTTY
+            do.call(nr.IOCTL, number, tty.TIOCGPTPEER, flags, save=rebuild.opened, what="openpty")
+            rebuild.place(end)
     if state.key:
         program.handed[state.key] = number
     if state.unread:

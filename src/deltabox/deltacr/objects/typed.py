@@ -166,7 +166,7 @@ def _ending(line: bytes, termios: bytes) -> str:
 
 
 def _divided(output: bytes, pieces: list[Piece]) -> Unread:
-    """What the line discipline had taken (an end by VEOF takes a place too), and what was behind."""
+    """What the line discipline had taken, and what was behind that; VEOF takes a place too."""
     room = _ROOM
     taken: list[Piece] = []
     untyped = b""
