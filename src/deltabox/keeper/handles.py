@@ -110,7 +110,8 @@ class Handle:
         self.terminal = Terminal() if terminal else None
         for name in ("stdout", "stderr"):
             buffer: Kept | Unread = Unread() if kind == PROCESS else Kept()
-            self.readers[name] = Reader(name, buffer, pump=pump, changed=changed)
+            after = self._after_terminal if terminal and name == "stdout" else None
+            self.readers[name] = Reader(name, buffer, pump=pump, changed=changed, after=after)
         if kind == SHELL:
             self.readers[CONTROL] = Reader(
                 CONTROL, Unread(), pump=pump, changed=changed, after=self._after_control
@@ -219,9 +220,11 @@ class Handle:
         self.status = status
         if self.command is not None:
             self._finish(self.command, status)
-        if self.terminal is not None:
-            # the end of the session's leader has hung up for everybody else
-            self.readers["stdout"].drain()
+        self._after_terminal()
+
+    def _after_terminal(self) -> None:
+        """Hang up when the program has ended and nobody else has its terminal open."""
+        if self.terminal is not None and self.status is not None and self.readers["stdout"].eof:
             self.close()
 
     def _after_control(self) -> None:

@@ -1,9 +1,11 @@
 """A terminal whose master is the keeper's: what `tty=True` gives a program.
 
 It is a pseudo-terminal of the sandbox's own devpts, so inside it is /dev/pts/N like any other.  The
-master is kept until the program has ended, also when nobody has the terminal open for a while:
-closing it hangs up, which ends the session.  At a restore PID 1 makes a new one with the same
-number, and the keeper takes its master from there (`deltacr/objects/terminals.py`).
+master is kept until the program has ended and nobody has the terminal open any more, because
+closing it hangs up: a program that closes all its descriptors for a while would be told SIGHUP.
+
+At a restore PID 1 makes a new one with the same number, and the keeper takes its master from there
+(`deltacr/objects/terminals.py`).
 """
 
 from __future__ import annotations

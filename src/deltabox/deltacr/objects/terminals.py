@@ -12,13 +12,14 @@ all is the unread data; `typed.py` has it.
 Restore: PID 1 makes the pair.  It leads a session of its own, so it can take control of a terminal
 for a moment to open /dev/tty.  A session leader takes control right after setsid, so that its
 children inherit that; who has given it up does so again; the leader sets the foreground group when
-all groups exist.  An end that was hung up stays so for ever (every call but close fails): it is
-opened first, and a short-lived session leader hangs the terminal up by exiting.
+all groups exist.  When the master is closed its ends are hung up and stay so (every call but close
+fails), and keep their number; that is done again.  Nothing else inside can hang up a pty:
+vhangup(2) needs CAP_SYS_TTY_CONFIG of the host, and a leader's exit does not (disassociate_ctty).
 
 The master may be the keeper's: terminals of handles.  PID 1 makes those too, and the keeper takes
 the master out of it before the release.
 
-Rejected: TIOCSTI by the program itself (needs CAP_SYS_ADMIN of the host), vhangup(2) (the same).
+Rejected: to put unread data back from inside; TIOCSTI needs CAP_SYS_ADMIN of the host.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Terminals:
         self._externals = externals
         self._masters: dict[int, Subject] = {}
         self._ends: dict[int, list[Subject]] = {}
+        self._hung: set[int] = set()
 
     def capture(self, subject: Subject) -> Description:
         """One descriptor, as far as it can tell; `finish` completes masters."""
@@ -123,7 +125,9 @@ class Terminals:
                 raise Refused("a terminal opened by TIOCGPTPEER with O_CLOEXEC")
             if hung and device[0] != tty.SLAVE_MAJOR:
                 raise Refused("a terminal that was hung up, opened as /dev/tty")
-            if not hung:
+            if hung:
+                self._hung.add(index)
+            else:
                 if tty.number(fd, tty.TIOCGETD) != _N_TTY:
                     raise Refused("a terminal with a line discipline of its own")
                 self._ends.setdefault(index, []).append(subject)
@@ -173,6 +177,8 @@ class Terminals:
     ) -> Terminal:
         if master is None:
             raise Refused("a terminal whose other side is outside of the sandbox")
+        if index in self._hung:
+            raise Refused("a terminal that was hung up while its other side is open")
         if index >= _MOST:
             raise Refused(f"a terminal with an index as high as {index}")
         poller = select.poll()
@@ -299,26 +305,16 @@ def _restore_pair(
         return
     helper = rebuild.terminals[state.index] = rebuild.reserve()
     _open(rebuild, helper, path, _O_RDWR)
-    hung = [entry for entry in ends if entry[1].state.hung]
-    for end, description in hung:
-        _open(rebuild, end, path, description.flags)
-    if state.dead:
-        do.call(nr.CLOSE, number)
-        return
-    if hung:
-        with rebuild.aside(f"hang up {path}") as leader:
-            leader.call(nr.SETSID)
-            leader.call(nr.IOCTL, helper, tty.TIOCSCTTY, 0, what=f"take control of {path}")
-        _open(rebuild, helper, path, _O_RDWR)
-    _settings(rebuild, number, state)
-    own = [entry for entry in ends if entry[1].state.path == "/dev/tty" and entry not in hung]
+    if not state.dead:
+        _settings(rebuild, number, state)
+    own = [entry for entry in ends if entry[1].state.path == "/dev/tty"]
     if own:
         do.call(nr.IOCTL, helper, tty.TIOCSCTTY, 0, what=f"take control of {path}")
         for end, description in own:
             _open(rebuild, end, "/dev/tty", description.flags)
         do.call(nr.IOCTL, helper, tty.TIOCNOTTY, 0, what=f"give up control of {path}")
     for end, description in ends:
-        if (end, description) in own or (end, description) in hung:
+        if (end, description) in own:
             continue
         if description.flags & _O_LARGEFILE:
             _open(rebuild, end, path, description.flags)
@@ -326,6 +322,8 @@ def _restore_pair(
             flags = description.flags | _O_NOCTTY
             do.call(nr.IOCTL, number, tty.TIOCGPTPEER, flags, save=rebuild.opened, what="openpty")
             rebuild.place(end)
+    if state.dead:
+        do.call(nr.CLOSE, number)
     if state.key:
         program.handed[state.key] = number
     if state.unread:
