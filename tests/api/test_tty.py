@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from deltabox import CommandTimeout, DeltaBoxError, Process, Sandbox
+from deltabox import CommandTimeout, DeltaBoxError, Process, Sandbox, UnsupportedState
 
 SIZE = "import os; print(os.get_terminal_size(), [os.isatty(n) for n in (0, 1, 2)])"
 
@@ -198,6 +198,106 @@ def test_full_screen_programs(sandbox: Sandbox, editor: list[str]) -> None:
         p.stdin.write("ggcwchanged\x1b:wq\r")
         assert p.wait(timeout=20) == 0
         assert sandbox.run("head -1 /tmp/text").stdout == "changed 0\n"
+
+
+def test_a_flood_of_output(sandbox: Sandbox) -> None:
+    """The program waits while nobody reads, and goes on exactly where it was."""
+    p = sandbox.spawn(["seq", "1", "400000"], tty=True)
+    assert p.stdout.readline(timeout=20) == "1\r\n"
+    sandbox.run("sleep 0.3")
+    checkpoint = sandbox.checkpoint()
+    expected = "".join(f"{n}\r\n" for n in range(2, 400001))
+    for _ in range(2):
+        assert p.stdout.read(timeout=60) == expected
+        assert p.wait(timeout=20) == 0
+        sandbox.rollback(checkpoint)
+    with sandbox.fork(at=checkpoint) as fork:
+        assert fork.counterpart(p).stdout.read(timeout=60) == expected
+
+
+def test_a_program_that_has_closed_its_terminal(sandbox: Sandbox) -> None:
+    """It is still controlled by it, opens it again, and is not told to hang up."""
+    p = sandbox.spawn(
+        "exec 3>/tmp/log </dev/null >/dev/null 2>&1; sleep 1; cut -d' ' -f 7 /proc/$$/stat >&3;"
+        "echo again >/dev/tty && echo opened >&3; exec sleep 100",
+        tty=True,
+    )
+    sandbox.run("sleep 0.3")
+    checkpoint = sandbox.checkpoint()
+    for _ in range(3):
+        sandbox.run("until grep -q opened /tmp/log; do sleep 0.05; done", timeout=20)
+        assert sandbox.files.read_text("/tmp/log") == "34816\nopened\n"
+        assert p.exit_code is None
+        sandbox.rollback(checkpoint)
+    p.kill()
+    assert p.wait(timeout=20) == -9
+
+
+def test_background_jobs_outlive_the_program(sandbox: Sandbox) -> None:
+    p = sandbox.spawn(
+        "setsid sh -c 'touch /tmp/up; sleep 1; echo late; sleep 100' &"
+        "until [ -e /tmp/up ]; do sleep 0.05; done; echo early",
+        tty=True,
+    )
+    assert p.stdout.readline(timeout=20) == "early\r\n"
+    assert p.wait(timeout=20) == 0
+    checkpoint = sandbox.checkpoint()
+    for _ in range(3):
+        assert p.stdout.readline(timeout=20) == "late\r\n"
+        sandbox.rollback(checkpoint)
+
+
+def test_stopped_output_is_refused(sandbox: Sandbox) -> None:
+    p = sandbox.spawn("stty -echo; echo up; cat", tty=True)
+    p.stdout.read_until("up\r\n", timeout=20)
+    p.stdin.write("\x13")
+    sandbox.run("sleep 0.2")
+    with pytest.raises(UnsupportedState, match="Ctrl-Q"):
+        sandbox.checkpoint()
+    p.stdin.write("\x11more\n")
+    p.stdout.read_until("more\r\n", timeout=20)
+    sandbox.rollback(sandbox.checkpoint())
+    p.stdin.write("and more\n")
+    p.stdout.read_until("and more\r\n", timeout=20)
+
+
+def test_a_terminal_within_a_terminal(sandbox: Sandbox) -> None:
+    """What `script`, expect and many agents do: a program that holds the master of another's."""
+    inner = "import pty; pty.spawn(['bash', '--norc', '--noprofile', '-i'])"
+    p = sandbox.spawn(["python3", "-c", inner], tty=True, env={"PS1": "inner> "})
+    p.stdout.read_until("inner> ", timeout=20)
+    p.stdin.write("x=7; stty -echo\n")
+    p.stdout.read_until("inner> ", timeout=20)
+    checkpoint = sandbox.checkpoint()
+    for _ in range(3):
+        p.stdin.write("tty; echo $((x + 1)); x=0\n")
+        assert "/dev/pts/1\r\n8\r\n" in p.stdout.read_until("inner> ", timeout=20).replace(
+            "\r\r", "\r"
+        )
+        sandbox.rollback(checkpoint)
+    p.stdin.write("yes\n")
+    p.stdout.read_until("y", timeout=20)
+    flooding = sandbox.checkpoint()
+    for _ in range(3):
+        p.stdin.write("\x03")
+        while "inner> " not in p.stdout.read_available():
+            pass
+        p.stdin.write("echo $x\n")
+        assert "7" in p.stdout.read_until("inner> ", timeout=20)
+        sandbox.rollback(flooding)
+
+
+def test_unread_input_of_both_kinds_survives_many_checkpoints(sandbox: Sandbox) -> None:
+    """What is read and put back at each checkpoint is not worn out by it."""
+    p = sandbox.spawn("mkfifo /tmp/fifo; stty -echo; echo up; read wait < /tmp/fifo; cat", tty=True)
+    p.stdout.read_until("up\r\n", timeout=20)
+    p.stdin.write("line\nunfinished")
+    for _ in range(10):
+        last = sandbox.checkpoint()
+    sandbox.rollback(last)
+    p.stdin.write("!\n")
+    sandbox.run("echo > /tmp/fifo")
+    assert p.stdout.read_until("!\r\n", timeout=20) == "line\r\nunfinished!\r\n"
 
 
 # -- shells --------------------------------------------------------------------------------------
