@@ -142,7 +142,7 @@ def test_job_control_across_rollbacks(sandbox: Sandbox) -> None:
     assert said(shell, "x=1") == ""
     shell.stdin.write("sleep 1000\n")
     shell.stdout.read_until("sleep 1000\r\n", timeout=20)
-    while not any(p.cmdline[0] == "sleep" for p in sandbox.processes()):
+    while not any(p.cmdline[:1] == ("sleep",) for p in sandbox.processes()):
         pass
     running = sandbox.checkpoint("running")  # a job has the foreground
     for _ in range(3):
@@ -159,6 +159,9 @@ def test_job_control_across_rollbacks(sandbox: Sandbox) -> None:
         assert "Stopped" in said(shell, "jobs")
         shell.stdin.write("fg\n")
         shell.stdout.read_until("sleep 1000\r\n", timeout=20)
+        # bash hands the terminal over before it lets the job go on
+        while any(p.state == "T" for p in sandbox.processes()):
+            pass
         shell.stdin.write("\x03")
         shell.stdout.read_until("ready> ", timeout=20)
         sandbox.rollback(stopped)
