@@ -22,6 +22,8 @@ import pytest
 if TYPE_CHECKING:
     from deltabox import Sandbox
 
+pytest.register_assert_rewrite("tests.probe")  # to see what differs
+
 GONE_WITHIN = 15.0  # seconds; much is freed in the background
 
 # Set at import, before any test module can start a keeper.

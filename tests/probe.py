@@ -77,16 +77,19 @@ def check(
     probe.do(setup)
     before = probe.ask(report)
     checkpoint = sandbox.checkpoint()
-    assert probe.ask(report) == before, "the checkpoint itself was noticed"
+    after = probe.ask(report)
+    assert after == before, "the checkpoint itself was noticed"
     for turn in range(rollbacks):
         probe.do(change)
         assert probe.ask(report) != before, "the change changes nothing: the test is void"
         sandbox.rollback(checkpoint)
-        assert probe.ask(report) == before, f"rollback {turn + 1}"
+        after = probe.ask(report)
+        assert after == before, f"rollback {turn + 1}"
     for fork in sandbox.fork_many(forks, at=checkpoint):
         with fork:
             copy = probe.within(fork)
-            assert copy.ask(report) == before, "in a fork"
+            after = copy.ask(report)
+            assert after == before, "in a fork"
             copy.do(change)
             assert probe.ask(report) == before, "a fork's change shows in its origin"
     again = sandbox.checkpoint()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal as signals
 import threading
 import time
 import warnings
@@ -39,6 +40,8 @@ H = TypeVar("H", bound=Handle)
 Command = str | Sequence[str]
 
 _UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+_HOSTNAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,62}[A-Za-z0-9])?", re.ASCII)
+_UNSENDABLE: Final = (signals.SIGKILL, signals.SIGSTOP, 32, 33)  # libc keeps the last two
 _trees: dict[str, weakref.WeakSet[Sandbox]] = {}
 _trees_lock = threading.Lock()
 
@@ -94,6 +97,7 @@ class Sandbox:
         pids_limit: int | None = None,
         disk_limit: str | int | None = None,
         network: Literal["none", "host"] = "none",
+        hostname: str = "sandbox",
         max_memory: str | int | None = None,
         max_disk: str | int | None = None,
     ) -> Sandbox:
@@ -108,6 +112,7 @@ class Sandbox:
         pids_limit: the most processes and threads it may have.
         network: `"none"`: a loopback interface only. `"host"`: the host's own network, *unsafe*:
             programs inside reach whatever the host does, its local services too.
+        hostname: its name. Over `/` it also gets a machine id of its own.
         max_memory, max_disk: change the engine's budget for all its sandboxes: what checkpoints may
             hold in memory, what images may take on disk. Beyond it is `NoSpace`.
 
@@ -116,6 +121,10 @@ class Sandbox:
         """
         if network not in ("none", "host"):
             raise ValueError(f"network is 'none' or 'host', not {network!r}")
+        if not isinstance(hostname, str) or not _HOSTNAME.fullmatch(hostname):
+            raise ValueError(
+                f"a host name has up to 64 letters, digits, '-' and '.', unlike {hostname!r}"
+            )
         if isinstance(hide, (str, bytes)):
             raise TypeError("hide is a list of paths, not one string")
         if pids_limit is not None and pids_limit < 1:
@@ -130,6 +139,7 @@ class Sandbox:
             pids_limit=pids_limit,
             disk_limit=_optional(disk_limit, "disk_limit"),
             network=network,
+            hostname=hostname,
             max_memory=_optional(max_memory, "max_memory"),
             max_disk=_optional(max_disk, "max_disk"),
         ) as described:
@@ -352,15 +362,35 @@ class Sandbox:
         """
         self._call("rollback", _settle=True, to=reference(self._tree, checkpoint))
 
-    def fork(self, *, at: Checkpoint | str | None = None) -> Sandbox:
-        """A live copy of a checkpoint, or of the present state (which becomes a checkpoint)."""
-        return self.fork_many(1, at=at)[0]
+    def fork(
+        self,
+        *,
+        at: Checkpoint | str | None = None,
+        identity: Literal["same", "new"] = "same",
+    ) -> Sandbox:
+        """A live copy of a checkpoint, or of the present state (which becomes a checkpoint).
 
-    def fork_many(self, count: int, *, at: Checkpoint | str | None = None) -> list[Sandbox]:
+        identity: as for `fork_many`.
+        """
+        return self.fork_many(1, at=at, identity=identity)[0]
+
+    def fork_many(
+        self,
+        count: int,
+        *,
+        at: Checkpoint | str | None = None,
+        identity: Literal["same", "new"] = "same",
+    ) -> list[Sandbox]:
         """Several live copies: all of them, or none and an error.
+
+        identity: `"same"`: host name and machine id are copied like everything else. `"new"`: each
+            copy has a host name with a number appended, and a machine id of its own, and keeps
+            both when it is rolled back to a checkpoint of another sandbox.
 
         Raises `ForkError`, `UnknownCheckpoint`, `NoSpace`, and what `checkpoint` raises.
         """
+        if identity not in ("same", "new"):
+            raise ValueError(f"identity is 'same' or 'new', not {identity!r}")
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"the number of copies is an int of at least 1, not {count!r}")
         with self._keeper.making(
@@ -368,9 +398,40 @@ class Sandbox:
             start=False,
             box=self._check_open(),
             count=count,
+            identity=identity,
             at=None if at is None else reference(self._tree, at),
         ) as described:
             return [Sandbox(_keeper=self._keeper, _described=one) for one in described]
+
+    def on_fork(self, process: Handle | int, signal: int | None) -> None:
+        """Have a process told in every fork that it is a copy: by a signal, before it runs on.
+
+        process: a handle, or a pid as seen inside.
+        signal: one that the process handles; None: no longer.
+
+        For programs that keep seeds, nonces or names of their own in memory. The signal is
+        delivered in the copy before any other instruction; a call that the process waits in ends
+        as it does for every signal. `/run/deltabox/fork.json` has the sandbox's id, the number of
+        the fork and 32 random bytes then. The registration belongs to the state: a checkpoint
+        keeps it, a rollback brings it back. A rollback sends nothing, unless it is to a checkpoint
+        of another sandbox.
+
+        Raises `ProcessLookupError` when there is no such process, `StaleHandle`.
+        """
+        if isinstance(signal, bool) or not isinstance(signal, int | None):
+            raise TypeError(f"a signal is an int or None, not {type(signal).__name__}")
+        if signal is not None and (not 1 <= signal <= 64 or signal in _UNSENDABLE):
+            raise ValueError(f"signal {signal} cannot be handled by a program")
+        if isinstance(process, Handle):
+            if process.sandbox._tree != self._tree:
+                raise ValueError(f"{process!r} belongs to another tree of sandboxes")
+            self._call("on_fork", handle=process._number, pid=0, signal=signal)
+            return
+        if isinstance(process, bool) or not isinstance(process, int):
+            raise TypeError(f"a process is a handle or a pid, not {type(process).__name__}")
+        if process == 1:
+            raise ValueError("pid 1 is the sandbox's own first process")
+        self._call("on_fork", handle=None, pid=process, signal=signal)
 
     def counterpart(self, handle: H) -> H:
         """This sandbox's own copy of a shell or process of another sandbox of the tree."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from deltabox import Sandbox, UnsupportedState
+from deltabox import Sandbox
 from tests.probe import Probe, check
 
 _SHAPE = r"""
@@ -113,15 +111,6 @@ kept = []
         report="[depth(3000), len(kept), sum(len(k) for k in kept)]",
         change="kept.append(bytearray(1 << 20)); depth(9000)",
     )
-
-
-def test_shared_anonymous_memory_is_refused(sandbox: Sandbox) -> None:
-    probe = Probe.start(sandbox)
-    probe.do("shared = mmap.mmap(-1, 4096)")
-    with pytest.raises(UnsupportedState, match="shared memory"):
-        sandbox.checkpoint()
-    probe.do("shared.close()")
-    sandbox.checkpoint()
 
 
 def test_many_generations_of_templates(sandbox: Sandbox) -> None:

@@ -29,6 +29,7 @@ def test_layout_matches_the_interpreter(tmp_path: Path) -> None:
         "SCRATCH": records.SCRATCH,
         "MAY_FAIL": records.MAY_FAIL,
         "LATE": records.LATE,
+        "EXPECT": records.EXPECT,
         **{f"OP_{op.name}": op.value for op in Op},
     }
     check = tmp_path / "check.c"

@@ -61,7 +61,7 @@ def _processes(draw: st.DrawFn) -> list[Process]:
 
 
 def _capture(processes: list[Process]) -> Capture:
-    return Capture(tuple(processes), (), (), 1, b"h", b"d")
+    return Capture(tuple(processes), (), (), (), 1, b"h", b"d", None)
 
 
 def _no_overlap(stash: Stash) -> None:

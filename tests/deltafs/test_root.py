@@ -80,7 +80,8 @@ def test_skeleton_over_the_host(whole: Box) -> None:
     path = whole.path
     assert (path / "etc" / "hostname").read_text() == "sandbox\n"
     assert list((path / "tmp").iterdir()) == []
-    assert [entry.name for entry in (path / "run").iterdir()] == ["lock"]
+    assert sorted(entry.name for entry in (path / "run").iterdir()) == ["deltabox", "lock"]
+    assert (path / "etc" / "machine-id").read_bytes() != Path("/etc/machine-id").read_bytes()
     assert (path / "usr" / "bin" / "env").exists()
     for line in (path / "etc" / "shadow").read_text().splitlines():
         assert line.split(":")[1] == "*"

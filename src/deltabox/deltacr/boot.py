@@ -21,6 +21,8 @@ from .records import Program, Ref, Sequence, Var
 SIGCHLD = 17
 _MADV_DOFORK = 11
 AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_O_CLOEXEC = 0o2000000
 _MOVE_MOUNT_F_EMPTY_PATH = 4
 _MS_BIND, _MS_REC, _MS_SLAVE, _MS_RDONLY, _MS_REMOUNT = 4096, 16384, 1 << 19, 1, 32
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
@@ -129,20 +131,59 @@ def template_program(stash: list[tuple[int, int]]) -> Program:
     return program
 
 
+def origin_program() -> Program:
+    """Run by the seed: the tree's first template, executed anew inside its user namespace.
+
+    An address space belongs for ever to the user namespace it was executed in, and all that is
+    restored from a template has its address space from it: root inside could not look at its own
+    processes (ptrace(2), "ptrace access mode checking") if that were the host's.
+    """
+    program = Program("sock", "cgroup", "userns", "interpreter")
+    body = program.sequence("origin")
+    arguments = program.clone_args(
+        flags=ns.CLONE_PARENT | ns.CLONE_INTO_CGROUP, stack=_stack(0), stack_size=_STACK
+    )
+    program.root.store(arguments + 80, program.inputs["cgroup"])
+    program.root.clone(arguments, body, save=program.result)
+    body.call(nr.SETNS, program.inputs["userns"], ns.CLONE_NEWUSER, what="setns user")
+    body.call(nr.SETGROUPS, 0, 0)
+    body.call(nr.SETRESGID, 0, 0, 0)
+    body.call(nr.SETRESUID, 0, 0, 0)
+    body.call(nr.PRCTL, PR_SET_PDEATHSIG, SIGKILL)
+    body.call(nr.DUP3, program.inputs["sock"], 250, _O_CLOEXEC)
+    body.call(nr.DUP3, program.inputs["interpreter"], 251, _O_CLOEXEC)
+    body.call(nr.DUP3, 250, 3, 0)
+    nothing = program.vector([])
+    body.call(
+        nr.EXECVEAT,
+        251,
+        program.text(""),
+        program.vector([b"deltabox"]),
+        nothing,
+        _AT_EMPTY_PATH,
+        what="execute the interpreter",
+    )
+    return program
+
+
+def named_program() -> Program:
+    """Run by what has just been executed: what does not last through execve(2)."""
+    program = Program()
+    program.root.call(nr.PRCTL, PR_SET_PDEATHSIG, SIGKILL)
+    program.root.call(nr.PRCTL, PR_SET_NAME, program.text("deltabox"))
+    program.root.call(nr.CLOSE_RANGE, 4, 200, 0, may_fail=True)
+    return program
+
+
 def door_program() -> Program:
-    """Run by the template: a task that shares its memory, inside the tree's user namespace."""
-    program = Program("sock", "userns")
+    """Run by the template: a task that shares its memory, for restores to be cloned from."""
+    program = Program("sock")
     body = program.sequence("door")
     arguments = program.clone_args(
         flags=ns.CLONE_PARENT | ns.CLONE_VM, stack=_stack(1), stack_size=_STACK
     )
     program.root.clone(arguments, body, save=program.result)
     body.call(nr.PRCTL, PR_SET_PDEATHSIG, SIGKILL)
-    body.call(nr.SETNS, program.inputs["userns"], ns.CLONE_NEWUSER, what="setns user")
-    body.call(nr.SETGROUPS, 0, 0)
-    body.call(nr.SETRESGID, 0, 0, 0)
-    body.call(nr.SETRESUID, 0, 0, 0)
-    body.call(nr.PRCTL, PR_SET_PDEATHSIG, SIGKILL)  # changing ids cleared it
     _keep_only(body, program.inputs["sock"])
     body.serve(3, -1, -1)
     return program
@@ -227,6 +268,8 @@ def settle(program: Program, do: Sequence, world: World) -> None:
     do.call(nr.SETHOSTNAME, program.data(world.hostname), len(world.hostname))
     if world.domainname != b"(none)":
         do.call(nr.SETDOMAINNAME, program.data(world.domainname), len(world.domainname))
+    # the group is the root of what is seen inside, so that its name on the host is not told
+    do.call(nr.UNSHARE, ns.CLONE_NEWCGROUP, what="unshare cgroup")
     if world.network != "host":
         do.call(nr.SETNS, program.inputs["network"], ns.CLONE_NEWNET, what="setns net")
     do.call(
@@ -251,6 +294,8 @@ def settle(program: Program, do: Sequence, world: World) -> None:
         _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NOEXEC,
         (("ptmxmode", "0666"), ("mode", "0620"), ("gid", "5")),
     )
+    # a kernel without POSIX message queues has no such file system
+    _new_mount(program, do, "mqueue", "dev/mqueue", quiet, (), optional=True)
     if world.network == "host":
         # a sysfs of the host's network namespace is not ours to mount
         _mount(program, do, program.text("/sys"), "sys", None, _MS_BIND | _MS_REC)
@@ -331,10 +376,15 @@ def _new_mount(
     target: str,
     attributes: int,
     options: tuple[tuple[str, str], ...],
+    *,
+    optional: bool = False,
 ) -> None:
     """fsopen, fsconfig, fsmount, move_mount: a superblock of this sandbox's own."""
     context, mount = program.variable(), program.variable()
-    do.call(nr.FSOPEN, program.text(kind), 1, save=context, what=f"fsopen {kind}")
+    name = program.text(kind)
+    do.call(nr.FSOPEN, name, 1, save=context, may_fail=optional, what=f"fsopen {kind}")
+    if optional:
+        do.skip_if_error(context, 5 + len(options))
     for key, value in options:
         do.call(
             nr.FSCONFIG,

@@ -31,16 +31,17 @@ from .model import (
     Process,
     Thread,
 )
+from .model import Mapping as Vma
 from .names import Names
-from .objects import credentials, signals, terminals, timers
-from .subject import Refuse
+from .objects import credentials, mqueues, remains, signals, terminals, timers
+from .subject import Refuse, Refused
 
 _PR_GET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_GET_SECUREBITS = 2, 3, 27
 _PR_GET_TIMERSLACK, _PR_GET_CHILD_SUBREAPER, _PR_GET_TID_ADDRESS = 30, 37, 40
 _PR_GET_THP_DISABLE = 42
 _RLIMITS = range(16)
 # Fields of a thread that are restored on the last steps, after a stopped job has stopped.
-_SET_LAST = ("registers", "xstate", "sigmask", "altstack", "rseq", "memory")
+_SET_LAST = ("registers", "xstate", "sigmask", "altstack", "rseq", "memory", "blocked")
 _NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "user", "cgroup", "time")
 
 _Asked = tuple[
@@ -61,13 +62,18 @@ def capture(
     waits: Waits,
     base: int,
     born: float,
-) -> Capture:
-    """Everything but the pages themselves. Raises UnsupportedState.
+) -> tuple[Capture, list[int]]:
+    """Everything but the pages themselves, and files with shared memory. Raises UnsupportedState.
 
     `base` is a descriptor of the base's root (-1: none); `born` the time.time() of the tree's
     first moment, before which every inode change belongs to the base.
     """
-    return _Capturing(live, frozen, owner, externals, waits, base, born).whole()
+    capturing = _Capturing(live, frozen, owner, externals, waits, base, born)
+    try:
+        return capturing.whole(), capturing.table.shared.copies
+    except BaseException:
+        capturing.table.shared.close()
+        raise
 
 
 class _Capturing:
@@ -86,7 +92,7 @@ class _Capturing:
         self.owner = owner
         self.waits = waits
         self.names = Names(live.root, base, born)
-        self.table = DescriptorTable(live.root, owner, externals)
+        self.table = DescriptorTable(live, owner, externals)
         self.namespaces = {
             name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
         }
@@ -96,23 +102,33 @@ class _Capturing:
 
     def whole(self) -> Capture:
         self._check_world()
+        try:
+            self.table.queues.look()
+        except Refused as refused:
+            raise UnsupportedState(
+                f"the sandbox holds {refused}", pid=1, process="init", object="message queue"
+            ) from None
         inside = proc.inside_pids([self.live.init, *self.frozen.threads])
         self.table.inside.update(inside)
         try:
             found = [self._process(pid, inside) for pid in self.frozen.threads]
+            zombies = self._zombies(inside)
+            self.table.inside |= {z.host_pid: z.pid for z in zombies}
             self.table.settle()
             self.table.terminals.finish(self.table.descriptions, found, self.table.inside)
         finally:
             self.table.close()
-        found += self._zombies(inside)
+        found += zombies
         processes = tuple(sorted(found, key=lambda p: p.pid))
         return Capture(
             processes,
             tuple(self.table.descriptions),
             tuple(self.table.pipes),
+            tuple(self.table.shared.found),
             self.survey.last_pid,
             self.survey.hostname,
             self.survey.domainname,
+            mqueues.Queues(tuple(self.table.queues.found), self.survey.queue_limits),
             {p.pid: p for p in processes},
         )
 
@@ -163,12 +179,14 @@ class _Capturing:
 
         mappings, vdso, gap = memory.mappings(host, refuse)
         self.names.mapped(host, mappings, refuse)
+        mappings = [self._shared(host, m, refuse) for m in mappings]
         mappings = [
             replace(m, of_base=True)
             if m.pages and m.kind == "file" and self.names.is_pristine(m)
             else m
             for m in mappings
         ]
+        descriptors = self.table.of_process(host, refuse)
         ignores_trap = bool(int(status["SigIgn"], 16) >> 4 & 1)
         memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -239,7 +257,7 @@ class _Capturing:
                 proc.read(f"/proc/{host}/auxv"),
                 self.names.executable(host, refuse),
             ),
-            descriptors=self.table.of_process(host, refuse),
+            descriptors=descriptors,
             cwd=self.names.directory(host, "cwd", refuse),
             root=self.names.root_of(host, refuse),
             umask=int(status["Umask"], 8),
@@ -258,6 +276,14 @@ class _Capturing:
             ),
             tty=terminals.controlling(stat.tty),
         )
+
+    def _shared(self, host: int, mapping: Vma, refuse: Refuse) -> Vma:
+        if mapping.kind != "memory":
+            return mapping
+        try:
+            return replace(mapping, memory=self.table.shared.of_mapping(host, mapping))
+        except Refused as refused:
+            raise refuse(f"maps {refused}", "mapping") from None
 
     def _still_to_resume(self, pid: int, threads: tuple[Thread, ...]) -> Process | None:
         """The captured process that a restored, stopped one will become when it is continued.
@@ -398,6 +424,7 @@ class _Capturing:
             raise refuse(
                 "is in a call that was restarted before it could be identified", "system call"
             ) from None
+        blocked = registers if fixed.rip != registers.rip else None
         rseq = ptrace.get_rseq(tid)
         if rseq.address:
             abort = _rseq_abort(memory_fd, rseq.address, fixed.rip)
@@ -426,6 +453,7 @@ class _Capturing:
             timer_slack=slack,
             credentials=who,
             memory=extra,
+            blocked=blocked,
         )
 
     # -- the dead ---------------------------------------------------------------------------------
@@ -458,9 +486,18 @@ class _Capturing:
                             exit_signal=stat.exit_signal,
                             comm=os.fsencode(stat.comm),
                             zombie=stat.exit_code,
+                            remains=self._remains(pid, stat.comm),
                         )
                     )
         return found
+
+    def _remains(self, host: int, comm: str) -> remains.Remains:
+        try:
+            return remains.capture(host, self.owner)
+        except credentials.Refused as refused:
+            raise UnsupportedState(
+                f"the ended process {comm} had an {refused}", process=comm, object="credentials"
+            ) from None
 
 
 def _unless(common: bytes, own: bytes, base: int) -> int | None:

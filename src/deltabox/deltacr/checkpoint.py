@@ -56,7 +56,7 @@ def take(
     with live.lock:
         try:
             with freeze(live) as frozen, _undisturbed(frozen, live.waits):
-                seen = capture(
+                seen, copies = capture(
                     live,
                     frozen,
                     owner=owner,
@@ -65,8 +65,10 @@ def take(
                     base=base,
                     born=born,
                 )
+                blank.shared = copies
                 stash = plan(seen, blank.stash)
-                blank.resize(sum(stash.sizes().values()))
+                shared = sum(size for one in seen.shared for _, size in one.extents)
+                blank.resize(sum(stash.sizes().values()) + shared)
                 changed = _feed(blank, seen, stash, reference)
                 result = at_instant()
             pause = time.monotonic() - frozen.began
@@ -83,7 +85,7 @@ def take(
     blank.capture = seen
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
     blank.stash = stash
-    blank.resize(changed + len(blank.sealed.content))
+    blank.resize(changed + shared + len(blank.sealed.content))
     blank.stats = Stats(
         pause_ms=pause * 1e3,
         total_ms=(time.monotonic() - started) * 1e3,

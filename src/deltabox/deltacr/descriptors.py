@@ -13,35 +13,60 @@ import fcntl
 import os
 import stat as modes
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 
 from ..errors import UnsupportedState
+from ..linux import unix_diag
+from ..linux.namespace import network_of
+from ..linux.unix_diag import UnixInfo
+from . import kinds
+from .live import Live
 from .model import Description, Descriptor, External, Owner, Pipe
-from .objects import events, files, pipes, terminals
+from .objects import (
+    epoll,
+    events,
+    files,
+    inotify,
+    mqueues,
+    pidfds,
+    pipes,
+    sockets,
+    terminals,
+    unix,
+)
+from .objects.shared_memory import SharedMemories
 from .subject import O_CLOEXEC, Refuse, Refused, Subject
 
 _ANONYMOUS: dict[str, Callable[[Subject], Description]] = {
     "[eventfd]": events.capture_eventfd,
     "[timerfd]": events.capture_timerfd,
     "[signalfd]": events.capture_signalfd,
+    "[eventpoll]": epoll.capture,
+    "inotify": inotify.capture,
+    "[pidfd]": pidfds.capture,
 }
 _REFUSED = {
-    "[eventpoll]": "an epoll instance",
-    "inotify": "an inotify instance",
     "[fanotify]": "a fanotify group",
     "[io_uring]": "an io_uring instance",
     "[userfaultfd]": "a userfaultfd",
     "[perf_event]": "a perf event",
-    "[pidfd]": "a pidfd",
     "[aio]": "an aio context",
     "bpf-prog": "a BPF program",
     "bpf-map": "a BPF map",
     "[fscontext]": "a mount under construction",
     "seccomp notify": "a seccomp listener",
 }
-_SETTLE: dict[str, Callable[[Subject, Description], Description]] = {}
+_SETTLE: dict[str, Callable[[Subject, Description], Description]] = {
+    "epoll": epoll.settle,
+    "pidfd": pidfds.settle,
+    "unix socket": unix.settle,
+}
+_CHECK: dict[str, Callable[[Subject, Description], None]] = {
+    "unix socket": unix.check,
+}
 
 _F_GETSIG, _F_GETOWN_EX = 11, 16
 
@@ -49,19 +74,31 @@ _F_GETSIG, _F_GETOWN_EX = 11, 16
 class DescriptorTable:
     """Grows with each process that is captured; indexes into it are what descriptors hold."""
 
-    def __init__(self, root: int, owner: int, externals: Mapping[str, External]) -> None:
+    def __init__(
+        self,
+        live: Live,
+        owner: int,
+        externals: Mapping[str, External],
+    ) -> None:
         self.descriptions: list[Description] = []
         self.pipes: list[Pipe] = []
-        self.root = root  # a descriptor of the sandbox's root directory
+        self.queues = mqueues.QueueTable(live.root, owner)
+        self.root = live.root  # a descriptor of the sandbox's root directory
         self.owner = owner  # the host uid of root inside
+        self.find_file = live.find  # the path of a file handle of the sandbox's root
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
-        self.terminals = terminals.Terminals(root, owner, externals)
+        self.terminals = terminals.Terminals(live.root, owner, externals)
+        self.shared = SharedMemories(owner)
+        self._live = live
         self._externals = externals
         self._ghosts: dict[tuple[int, int], int] = {}
         self._pipe_index: dict[int, int] = {}
         self._seen: dict[tuple[str, str, int], list[Subject]] = {}
         self._index: dict[tuple[int, int], int] = {}
-        self._settling: list[tuple[Subject, int, Refuse]] = []
+        self._settling: list[tuple[Subject, int]] = []
+        self.unix_holders: dict[int, Subject] = {}  # by inode number
+        self._unknown_peers: list[Subject] = []
+        self._peer_pids: dict[tuple[int, int], int] = {}  # (host, fd) -> pid inside
         self._adopted = ExitStack()
 
     def close(self) -> None:
@@ -71,8 +108,8 @@ class DescriptorTable:
     def of_process(self, host: int, refuse: Refuse) -> tuple[Descriptor, ...]:
         out = []
         for number in sorted(int(name) for name in os.listdir(f"/proc/{host}/fd")):
-            subject = Subject.look(host, number, self)
-            index = self._enter(subject, refuse)
+            subject = Subject.look(host, number, self, refuse)
+            index = self._enter(subject)
             out.append(Descriptor(number, index, bool(subject.raw_flags & O_CLOEXEC)))
         return tuple(out)
 
@@ -80,16 +117,74 @@ class DescriptorTable:
         """The index of what a process that has been seen holds as descriptor `number`."""
         return self._index.get((host, number))
 
-    def adopt(self, fd: int, refuse: Refuse) -> int:
-        """The index of a description that only a queue holds; `fd` is the keeper's, and taken."""
+    def index_of(self, subject: Subject) -> int:
+        """The index of the description of a descriptor that has been seen."""
+        return self._index[subject.host, subject.number]
+
+    def candidates(self, host: int, number: int, inode: int) -> Iterator[Subject]:
+        """One descriptor of each description that may be what a process once had as `number`."""
+        index = self.find(host, number)
+        found = [s for same in self._seen.values() for s in same]
+        found.sort(key=lambda s: self.index_of(s) != index)  # its own one first
+        return (s for s in found if s.fact("ino", "0") == str(inode))
+
+    def is_own(self, index: int) -> bool:
+        """Whether a description is opened by each process itself, not by PID 1."""
+        return kinds.BY_NAME[self.descriptions[index].kind].each is not None
+
+    def adopt(self, fd: int, holder: Subject) -> int:
+        """The index of what is in flight in a queue of `holder`; `fd` is ours, and taken."""
         self._adopted.callback(os.close, fd)
-        return self._enter(Subject.look(os.getpid(), fd, self), refuse)
+        return self._enter(Subject.look(os.getpid(), fd, self, holder.refuse))
+
+    @cached_property
+    def unix_sockets(self) -> dict[int, UnixInfo]:
+        """All unix sockets of the sandbox's network namespace, by inode number."""
+        with network_of(self._live.init):
+            return unix_diag.dump()
+
+    @cached_property
+    def unaccepted(self) -> set[int]:
+        """Inode numbers of unix sockets that have connected and wait to be accepted."""
+        return {inode for info in self.unix_sockets.values() for inode in info.waiting}
+
+    @property
+    def unix_states(self) -> list[unix.Unix]:
+        return [d.state for d in self.descriptions if d.kind == "unix socket"]
+
+    @property
+    def unix_known(self) -> set[int]:
+        return {state.inode for state in self.unix_states}
+
+    def peer_pid(self, subject: Subject, pid: int) -> int:
+        """The pid inside of the maker of a socket's peer; the kernel tells us that of the host.
+
+        A process that has ended is known inside only; so is a task that made a socket for a
+        restore, and every socket of a restored tree was made by one.
+        """
+        if pid in self.inside:
+            return self.inside[pid]
+        place = (subject.host, subject.number)
+        if place not in self._peer_pids:
+            asked = [s for s in self._unknown_peers if (s.host, s.number) not in self._peer_pids]
+            asked = list({(s.host, s.number): s for s in (*asked, subject)}.values())
+            with ExitStack() as taken:
+                fds = [taken.enter_context(s.taken()) for s in asked]
+                pids = self._live.peer_pids(fds)
+            self._peer_pids |= {
+                (s.host, s.number): found for s, found in zip(asked, pids, strict=True)
+            }
+        return self._peer_pids[place]
+
+    def will_ask(self, subject: Subject) -> None:
+        """Remember a socket whose `peer_pid` is going to be asked, to ask for all at once."""
+        self._unknown_peers.append(subject)
 
     def settle(self) -> None:
         """Resolve what refers to other descriptions; this may find new ones in queues."""
         done = 0
         while done < len(self._settling):
-            subject, index, refuse = self._settling[done]
+            subject, index = self._settling[done]
             done += 1
             found = self.descriptions[index]
             try:
@@ -98,10 +193,17 @@ class DescriptorTable:
                 if subject.sends_signals:
                     found = replace(found, owner=self._owner_of(subject))
             except Refused as refused:
-                raise self._refused(subject, refuse, str(refused)) from None
+                raise self._refused(subject, str(refused)) from None
             self.descriptions[index] = found
+        for subject, index in self._settling:
+            description = self.descriptions[index]
+            if description.kind in _CHECK:
+                try:
+                    _CHECK[description.kind](subject, description)
+                except Refused as refused:
+                    raise self._refused(subject, str(refused)) from None
 
-    def _enter(self, subject: Subject, refuse: Refuse) -> int:
+    def _enter(self, subject: Subject) -> int:
         key = (subject.target, subject.fact("ino", "0"), subject.raw_flags & ~O_CLOEXEC)
         for other in self._seen.get(key, ()):
             if subject.is_same_file(other.host, other.number):
@@ -111,17 +213,17 @@ class DescriptorTable:
         try:
             description = self._describe(subject)
         except Refused as refused:
-            raise self._refused(subject, refuse, str(refused)) from None
+            raise self._refused(subject, str(refused)) from None
         index = len(self.descriptions)
         self.descriptions.append(description)
         self._index[subject.host, subject.number] = index
         self._seen.setdefault(key, []).append(subject)
         if description.kind in _SETTLE or subject.sends_signals:
-            self._settling.append((subject, index, refuse))
+            self._settling.append((subject, index))
         return index
 
-    def _refused(self, subject: Subject, refuse: Refuse, kind: str) -> UnsupportedState:
-        error = refuse("", kind)
+    def _refused(self, subject: Subject, kind: str) -> UnsupportedState:
+        error = subject.refuse("", kind)
         error.message = (
             f"fd {subject.number} of pid {error.attributes['pid']} "
             f"({error.attributes['process']}) is {kind}"
@@ -141,19 +243,21 @@ class DescriptorTable:
                 raise Refused("a pipe in packet mode")
             return Description("pipe", flags, pipe=self._pipe(subject, inode))
         if target.startswith("socket:["):
-            raise Refused("a socket")
+            return sockets.capture(subject)
         if target.startswith("anon_inode:"):
             name = target.removeprefix("anon_inode:")
             if name in _ANONYMOUS:
                 return _ANONYMOUS[name](subject)
             raise Refused(_REFUSED.get(name, f"an anonymous kernel object, {name}"))
         if target.startswith("/memfd:"):
-            raise Refused("a memfd")
+            return self.shared.of_descriptor(subject)
         if terminals.is_terminal(subject):
             return self.terminals.capture(subject)
         if not target.startswith("/"):
             raise Refused(f"a kernel object, {target}")
         info = os.stat(subject.path)
+        if self.queues.has(info) and modes.S_ISREG(info.st_mode) and not flags & os.O_PATH:
+            return self.queues.capture(subject, info)
         if modes.S_ISFIFO(info.st_mode):
             files.check_name(self.root, target, info)
             return Description("fifo", flags, path=target, pipe=self._pipe(subject, info.st_ino))

@@ -20,6 +20,9 @@ import contextlib
 import logging
 import os
 import resource
+import select
+import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -34,8 +37,8 @@ from . import boot, checkpoint
 from .live import Exit as Exit
 from .live import Live, WorldState
 from .model import External
-from .objects import terminals
-from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
+from .objects import mqueues, terminals
+from .peer import Peer, PeerGone, ProgramFailed, Run, end_task, own_task, pair
 from .records import Program, Sealed, Var
 from .stash import duplicate, plan
 from .template import Template
@@ -60,6 +63,7 @@ class Engine:
         self.on_gone: Callable[[str, str], None] = lambda kind, value: None
         if not _INTERPRETER.exists():
             raise HostUnsupported(f"{_INTERPRETER} is missing: the package was not built")
+        self.interpreter = os.open(_INTERPRETER, os.O_RDONLY | os.O_CLOEXEC)
         root = cgroup.hierarchies().get("2")
         if root is None:
             raise HostUnsupported("control groups version 2 are not mounted")
@@ -67,6 +71,10 @@ class Engine:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:  # PID 1 opens everything that a tree has open, before it clones it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        # A template holds all memory of a sandbox and must never be dumped. A limit of 1 keeps also
+        # a program that core_pattern names from being started (core(5), fs/coredump.c).
+        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (1 if hard else 0, hard))
         mine, theirs = pair()
         mountpoint = directory / "seed"
         mountpoint.mkdir(parents=True, exist_ok=True)
@@ -100,6 +108,7 @@ class Engine:
     def close(self) -> None:
         self.seed.close()
         end_task(self._task)
+        os.close(self.interpreter)
         with contextlib.suppress(FileNotFoundError):
             cgroup.remove(self.group)
 
@@ -150,6 +159,7 @@ class Tree:
             os.chown(self.group / "cgroup.procs", self.owner, self.owner)
             self._templates_group = self.group / "templates"
             cgroup.make(self._templates_group, controllers=False)
+            os.chown(self._templates_group / "cgroup.procs", self.owner, self.owner)
             for controller in ("memory", "pids"):
                 self._join_legacy(controller)
             self._first = self._blank()
@@ -180,8 +190,10 @@ class Tree:
         """The checkpoint's tree, built and waiting at its barrier; `Live.release` lets it run."""
         if template.sealed is None or template.pid is None:
             raise RollbackError("the checkpoint holds no process state")
+        holders = {f"shared{index}": fd for index, fd in enumerate(template.shared)}
+        inputs = {**externals, **holders}
         try:
-            live = self._start(template, template.sealed, template.pid, root_mount, externals)
+            live = self._start(template, template.sealed, template.pid, root_mount, inputs)
         except (ProgramFailed, PeerGone, OSError) as error:
             raise RollbackError(f"the tree could not be rebuilt: {error}") from error
         try:
@@ -273,8 +285,12 @@ class Tree:
             }
             try:
                 with template.door.lock:
+                    if template.capture is not None and template.capture.queues.linked:
+                        requests.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
                     run = template.door.send(sealed, slot, fds)
                     try:
+                        if template.capture is not None and template.capture.queues.linked:
+                            self._make_queues(template, run, requests)
                         template.door.answer(run)
                     except BaseException:
                         _end_first(run.variable(pid))
@@ -303,6 +319,29 @@ class Tree:
             os.close(group_fd)
             os.close(network)
         return live
+
+    def _make_queues(self, template: Template, run: Run, requests: socket.socket) -> None:
+        """Make the message queues that a PID 1 asks for, unless its program fails before."""
+        assert template.capture is not None
+        ready, _, _ = select.select([requests, template.door.sock], [], [], 10.0)
+        if requests not in ready:
+            return
+        _, control, _, _ = requests.recvmsg(8, socket.CMSG_SPACE(12))
+        requests.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+        pid = next(
+            struct.unpack_from("<i", data)[0]
+            for level, kind, data in control
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
+        )
+        try:
+            mqueues.make(pid, self.owner, template.capture.queues)
+        except OSError:
+            run.give_up()
+            requests.send(bytes(8))
+            with contextlib.suppress(ProgramFailed):
+                template.door.answer(run)
+            raise
+        requests.send(bytes(8))
 
     def _take_group(self) -> Path:
         """An empty group for one process tree.
@@ -422,11 +461,13 @@ class Tree:
 
     def _fork_template(self, base: Template | None, fds: Mapping[str, int]) -> int:
         """The host pid of a new template, forked from the seed or from another one."""
+        if self._first is None:
+            program = boot.origin_program()
+            fds = {**fds, "userns": self.userns, "interpreter": self.engine.interpreter}
+            return self.engine.seed.run(program.seal(), 0, fds).variable(program.result)
         if base is None:
             program = boot.template_program([])
-            # The tree's first template has joined its groups; the others are born in them.
-            origin = self.engine.seed if self._first is None else self._first.peer
-            return origin.run(program.seal(), 0, fds).variable(program.result)
+            return self._first.peer.run(program.seal(), 0, fds).variable(program.result)
         # The door is kept still: a restore decides what of the memory is inherited.
         with base.life, base.door.lock:
             if base.closed or base.stash is None:
@@ -452,20 +493,24 @@ class Tree:
             template_fd = own_task(template_pid)
             undo.callback(end_task, template_fd)
             if self._first is None:
+                # the tree's first template joins its groups; the others are born in them
+                peer.run(boot.named_program().seal(), 0)
                 for group in self._legacy:
                     (group / "cgroup.procs").write_text(str(template_pid))
             door_mine, door_theirs = pair()
             undo.callback(door_mine.close)
             program = boot.door_program()
             with door_theirs:
-                run = peer.run(
-                    program.seal(), 0, {"sock": door_theirs.fileno(), "userns": self.userns}
-                )
+                run = peer.run(program.seal(), 0, {"sock": door_theirs.fileno()})
             door_pid = run.variable(program.result)
             door_fd = own_task(door_pid)
             undo.callback(end_task, door_fd)
+            door = Peer(door_mine)
+            # Until it serves, the door executes records in the template's own control memory,
+            # which the next program of the template replaces.
+            door.run(Program().seal(), 1)
             undo.pop_all()
-        made = Template(peer, Peer(door_mine), template_fd, door_fd, template_pid)
+        made = Template(peer, door, template_fd, door_fd, template_pid)
         with self._lock:
             self._templates.add(made)
         made.on_close = lambda: self._closed_template(made)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from ..linux.ptrace import Registers
 from .model import Thread
 from .records import FRAMES
 
@@ -18,6 +19,7 @@ _UC_FLAGS = 7  # UC_FP_XSTATE | UC_SIGCONTEXT_SS | UC_STRICT_RESTORE_SS
 _MAGIC1, _MAGIC2 = 0x46505853, 0x46505845
 _FRAME = 8 + 8 + 8 + 24 + 256 + 8 + 128  # pretcode, ucontext, siginfo
 _HEADER = 64
+_REGISTERS = 8 + 8 + 8 + 24  # where they are in a frame
 _TRAP_FLAG = 0x100
 
 
@@ -36,11 +38,18 @@ def build(threads: Sequence[Thread]) -> tuple[bytes, list[int]]:
     return bytes(content), offsets
 
 
-def _frame(thread: Thread, fpstate: int) -> bytes:
-    r = thread.registers
+def registers(threads: Sequence[Thread], thread: Thread, changed: Registers) -> tuple[int, bytes]:
+    """(offset in the mapping, content) that gives one thread other general registers."""
+    _, offsets = build(threads)
+    at = next(o for o, t in zip(offsets, threads, strict=True) if t.tid == thread.tid)
+    return at + _REGISTERS, _general(changed)
+
+
+def _general(r: Registers) -> bytes:
+    """The first part of struct sigcontext."""
     mask = (1 << 64) - 1
-    context = struct.pack(
-        "<18Q4H4Q2Q",
+    return struct.pack(
+        "<18Q",
         *(
             v & mask
             for v in (
@@ -64,6 +73,13 @@ def _frame(thread: Thread, fpstate: int) -> bytes:
                 r.eflags & ~_TRAP_FLAG,
             )
         ),
+    )
+
+
+def _frame(thread: Thread, fpstate: int) -> bytes:
+    r = thread.registers
+    rest = struct.pack(
+        "<4H4Q2Q",
         r.cs & 0xFFFF,
         0,
         0,
@@ -74,7 +90,8 @@ def _frame(thread: Thread, fpstate: int) -> bytes:
         0,
         fpstate,
         0,
-    ).ljust(256, b"\0")
+    )
+    context = (_general(r) + rest).ljust(256, b"\0")
     return (
         struct.pack("<QQQ", 0, _UC_FLAGS, 0)
         + thread.altstack

@@ -37,7 +37,8 @@ enum { SYS_read = 0, SYS_write = 1, SYS_poll = 7, SYS_mmap = 9, SYS_mprotect = 1
 
 enum op { OP_END, OP_CALL, OP_CLONE, OP_BARRIER, OP_COPY, OP_RESUME, OP_SERVE, OP_TIMER,
           OP_STORE, OP_SKIP_IF_ERROR, OP_LOAD, OP_MERGE };
-enum { MAY_FAIL = 1, LATE = 2 /* after the point of no return: no fault is injected */ };
+enum { MAY_FAIL = 1, LATE = 2 /* after the point of no return: no fault is injected */,
+       EXPECT = 4 /* a call's result must be what its sixth argument says, which it lacks */ };
 
 struct record {
         u16 op;
@@ -332,8 +333,12 @@ static s64 run(struct header *h, u64 entry)
                 if (!(r->flags & (MAY_FAIL | LATE)) && h->budget > 0 &&
                     __sync_sub_and_fetch(&h->budget, 1) == 0)
                         result = -5;
-                else if (r->op == OP_CALL)
-                        result = call6(r->number, a[0], a[1], a[2], a[3], a[4], a[5]);
+                else if (r->op == OP_CALL) {
+                        s64 last = r->flags & EXPECT ? 0 : a[5];
+                        result = call6(r->number, a[0], a[1], a[2], a[3], a[4], last);
+                        if (r->flags & EXPECT && !is_error(result) && result != a[5])
+                                result = -5; /* EIO */
+                }
                 else if (r->op == OP_CLONE)
                         result = clone_onto((void *)a[0], 88, h, a[1]);
                 else if (r->op == OP_BARRIER) {

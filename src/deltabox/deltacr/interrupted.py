@@ -136,17 +136,12 @@ class Waits:
             -EINTR,
         ):
             return _plain(registers), ()
-        handled = handler_flags is not None
-        if result == -EINTR and (number not in _EINTR_CALLS or handled):
+        if result == -EINTR and number not in _EINTR_CALLS:
             return _plain(registers), ()
-        interrupted = handled and (
-            result in (-ERESTARTNOHAND, -ERESTART_RESTARTBLOCK)
-            or (result == -ERESTARTSYS and not (handler_flags or 0) & _SA_RESTART)
-        )
-        if interrupted:
-            fixed = _plain(registers)
-            fixed.rax = -EINTR
-            return fixed, ()
+        if handler_flags is not None:
+            ended = ended_by_handler(registers, handler_flags)
+            if ended is not None:
+                return ended, ()
         if number == RESTART_SYSCALL or result == -ERESTART_RESTARTBLOCK:
             number = self._meet(tid, number, registers, memory, now).number
             fixed = _rewound(registers, number)
@@ -209,6 +204,23 @@ class Waits:
             setattr(fixed, register, address)
         self._waits[tid] = _Wait(number, now + left, _signature(fixed))
         return out
+
+
+def ended_by_handler(registers: Registers, flags: int) -> Registers | None:
+    """Registers of a thread whose call a handler with these sa_flags ends; None: it restarts.
+
+    `registers` are those of the stop: the kernel's answer is still in them.
+    """
+    number, result = _signed(registers.orig_rax), _signed(registers.rax)
+    if number < 0 or not (
+        result in (-ERESTARTNOHAND, -ERESTART_RESTARTBLOCK)
+        or (result == -ERESTARTSYS and not flags & _SA_RESTART)
+        or (result == -EINTR and number in _EINTR_CALLS)
+    ):
+        return None
+    ended = _plain(registers)
+    ended.rax = -EINTR
+    return ended
 
 
 def deliverable(tid: int) -> bool:

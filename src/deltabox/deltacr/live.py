@@ -15,7 +15,7 @@ import resource
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +33,15 @@ from ..linux.terminal import TIOCSCTTY
 from .boot import SIGCHLD
 from .interrupted import Waits
 from .model import Capture
+from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
 from .peer import Peer, PeerGone, ProgramFailed, insist
 from .records import Program, Ref, Sealed, Var
 from .template import Template
 
 _SPAWN_SLOT = 512  # programs of a PID 1 are mapped this many slots above its own control memory
+
+
+FindFile = Callable[[int, bytes, int], Iterator[str]]
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Survey:
     hostname: bytes
     domainname: bytes
     ipc: dict[str, int]  # kind of System V object -> how many there are
+    queue_limits: tuple[int, ...]  # see objects/mqueues.py
 
 
 class Live:
@@ -87,6 +92,9 @@ class Live:
         self.successor: Template | None = None  # made ahead for the next checkpoint
         self.handed: dict[str, int] = {}  # descriptors taken out of a restored PID 1
         self.on_end: Callable[[], None] = lambda: None
+        # guesses at the path of a file by its handle (kind, bytes) and inode number; whoever owns
+        # the files knows
+        self.find: FindFile = lambda kind, handle, inode: iter(())
         self._ended = False
         self._end_lock = threading.Lock()
         reports.setblocking(False)
@@ -253,7 +261,8 @@ class Live:
 
         def text(name: str) -> bytes:
             at = _BUFFERS[name].offset
-            return bytes(run.memory[at : at + _BUFFER]).rstrip(b"\0")
+            size = _NUMBER if name.startswith(LIMITS_DIRECTORY) else _BUFFER
+            return bytes(run.memory[at : at + size]).rstrip(b"\0")
 
         uname = run.memory[_BUFFERS["uname"].offset :][:390]
         fields = [uname[i * 65 : (i + 1) * 65].split(b"\0")[0] for i in range(6)]
@@ -261,8 +270,29 @@ class Live:
             last_pid=int(text(_LAST_PID)),
             hostname=fields[1],
             domainname=fields[5],
+            queue_limits=tuple(
+                int(text(f"{LIMITS_DIRECTORY}/{name}") or default)
+                for name, default in zip(LIMITS, Queues().limits, strict=True)
+            ),
             ipc={name: max(0, text(path).count(b"\n") - 1) for name, path in _IPC.items()},
         )
+
+    def peer_pids(self, sockets: Sequence[int]) -> list[int]:
+        """Whom SO_PEERCRED of each socket names, as a pid inside, also when it has ended."""
+        found: list[int] = []
+        for first in range(0, len(sockets), _AT_ONCE):
+            some = sockets[first : first + _AT_ONCE]
+            program = Program(*(f"socket{index}" for index in range(len(some))))
+            answers = []
+            for fd in program.inputs.values():
+                answer, size = program.data(bytes(16)), program.data(struct.pack("<I", 12))
+                program.root.call(nr.GETSOCKOPT, fd, socket.SOL_SOCKET, _SO_PEERCRED, answer, size)
+                answers.append(answer.offset)
+            fds = {f"socket{index}": fd for index, fd in enumerate(some)}
+            with self.lock:
+                run = self.peer.run(program.seal(), self.slot + _SPAWN_SLOT, fds)
+            found += [struct.unpack_from("<i", run.memory, at)[0] for at in answers]
+        return found
 
     def read_exits(self) -> list[Exit]:
         """Ends reported so far; EOFError when PID 1 itself has died."""
@@ -286,6 +316,10 @@ class Live:
     def host_pids(self) -> list[int]:
         """Host pids of all members except PID 1."""
         return [pid for pid in cgroup.processes(self.group) if pid != self.init]
+
+    def hosts(self) -> dict[int, int]:
+        """Host pids of all members except PID 1, by pid inside."""
+        return {inside: host for host, inside in inside_pids(self.host_pids()).items()}
 
     def processes(self) -> list[ProcessInfo]:
         """All processes but PID 1, as seen inside."""
@@ -359,7 +393,10 @@ class Live:
             self.on_end()
 
 
+_AT_ONCE = 200  # descriptors in one request
+_SO_PEERCRED = 17
 _BUFFER = 4096
+_NUMBER = 32
 _LAST_PID = "/proc/sys/kernel/ns_last_pid"
 _IPC = {
     "shared memory segments": "/proc/sysvipc/shm",
@@ -371,13 +408,19 @@ _IPC = {
 def _survey_program() -> tuple[Sealed, dict[str, Ref]]:
     program = Program()
     buffers = {"uname": program.data(bytes(_BUFFER))}
-    program.root.call(63, buffers["uname"], what="uname")
-    for path in (_LAST_PID, *_IPC.values()):
-        buffers[path] = program.data(bytes(_BUFFER))
-        opened = program.variable()
-        program.root.call(nr.OPENAT, -100, program.text(path), 0, save=opened, what=f"open {path}")
-        program.root.call(nr.READ, opened, buffers[path], _BUFFER)
-        program.root.call(nr.CLOSE, opened)
+    do = program.root
+    do.call(63, buffers["uname"], what="uname")
+    opened = program.variable()
+    queues = [f"{LIMITS_DIRECTORY}/{name}" for name in LIMITS]
+    for path in (_LAST_PID, *_IPC.values(), *queues):
+        size = _NUMBER if path in queues else _BUFFER
+        buffers[path] = program.data(bytes(size))
+        name, optional = program.text(path), path in queues
+        do.call(nr.OPENAT, -100, name, 0, save=opened, may_fail=optional, what=f"open {path}")
+        if optional:  # the kernel may have none
+            do.skip_if_error(opened, 2)
+        do.call(nr.READ, opened, buffers[path], size)
+        do.call(nr.CLOSE, opened)
     return program.seal(), buffers
 
 

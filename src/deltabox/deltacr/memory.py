@@ -4,6 +4,11 @@ Private pages are the template's business (stash.py); here is everything around 
 mappings are moved into place from the stash, files are mapped again, and what /proc/PID/smaps tells
 of each mapping is set again with madvise(2).  Facts that have no place in a rebuilt mapping are
 refused by name.
+
+Memory that its owner wants wiped in a child (MADV_WIPEONFORK, and MAP_DROPPABLE, which the kernel
+itself may drop at any time) is never saved: a rebuilt process finds zeros there, as a child of
+fork(2) does.  That is how user-space random generators learn that they have become two, and a
+rollback makes two of them out of one as well, one after the other.
 """
 
 from __future__ import annotations
@@ -14,11 +19,14 @@ import re
 import struct
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 from ..linux import numbers as nr
 from ..linux import pagemap
 from ..linux.proc import read
 from .model import PAGE, Mapping, Process
+from .objects import shared_memory
+from .rebuild import Rebuild
 from .records import (
     CODE,
     CONTROL,
@@ -49,10 +57,14 @@ _REFUSED_FLAGS = {
 }
 # VmFlags -> advice of madvise(2) that sets them again
 _ADVICE = {"rr": 1, "sr": 2, "dc": 10, "mg": 12, "hg": 14, "nh": 15, "dd": 16, "wf": 18}
-_IOV_MAX = 1024
-_MADV_DONTNEED = 4
+_WIPED = frozenset({"wf", "dp"})  # VM_WIPEONFORK, VM_DROPPABLE
+_MAP_DROPPABLE = 0x08  # in place of MAP_PRIVATE (uapi/linux/mman.h)
 _PR_SET_VMA = 0x53564D41
 _DELETED = " (deleted)"
+# The ring of an AIO context could be made again and moved to its place (aio_ring_mremap() in
+# fs/aio.c), but nothing tells whether it is idle: free slots are cached by CPUs, so they cannot be
+# counted even by submitting requests. A lost request would be a program that waits for ever.
+_AIO = "/[aio] (deleted)"
 
 
 def mappings(host: int, refuse: Refuse) -> tuple[list[Mapping], int, int]:
@@ -67,7 +79,7 @@ def mappings(host: int, refuse: Refuse) -> tuple[list[Mapping], int, int]:
                 continue
             if mapping.path == "[vdso]":
                 vdso = mapping.start
-            if mapping.kind != "vdso" and not mapping.shared:
+            if mapping.kind != "vdso" and not mapping.shared and not mapping.flags & _WIPED:
                 pages = pagemap.private_pages(fd, mapping.start, mapping.end)
                 mapping = replace(mapping, pages=tuple(pages))
             found.append(mapping)
@@ -114,11 +126,20 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
         return Mapping(start, end, prot, False, 0, "anonymous", name, True, flags)
     if not path.startswith("/"):
         raise refuse(f"maps a kernel object, {path}", "mapping")
-    if path.startswith(("/dev/zero", "/memfd:", "/SYSV", "/anon_hugepage")) and shared:
+    if path.startswith(("/SYSV", "/anon_hugepage")):
         raise refuse(f"has shared memory at {start:#x} ({path})", "mapping")
-    if path.endswith(_DELETED):
+    if path == _AIO:
+        raise refuse(
+            f"has an AIO context (io_setup) at {start:#x}, whose requests in flight cannot be seen",
+            "aio context",
+        )
+    if path.startswith("/memfd:") or (shared and path == "/dev/zero (deleted)"):
+        kind: Literal["file", "memory"] = "memory"
+    else:
+        kind = "file"
+    if kind == "file" and path.endswith(_DELETED):
         raise refuse(f"maps a file that has been deleted or replaced, {path}", "mapping")
-    if shared and prot & 2:
+    if kind == "file" and shared and prot & 2:
         raise refuse(f"has a writable shared mapping of {path}", "mapping")
     return Mapping(
         start,
@@ -126,7 +147,7 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
         prot,
         shared,
         int(offset, 16),
-        "file",
+        kind,
         path,
         "mw" in flags,
         flags,
@@ -169,13 +190,14 @@ def _gap(found: list[Mapping]) -> int:
 
 
 def restore(
-    program: Program,
+    rebuild: Rebuild,
     do: Sequence,
     process: Process,
     stash: Stash,
     opened: dict[tuple[str, int], int],
 ) -> None:
     """Build the address space of one clone; `opened` gives the descriptor of each mapped file."""
+    program = rebuild.program
     fixed = mmap.MAP_PRIVATE | 0x100000  # MAP_FIXED_NOREPLACE
     for mapping in process.mappings:
         if mapping.kind == "vdso":
@@ -189,9 +211,18 @@ def restore(
                 do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
         elif mapping.kind == "anonymous":
             flags = fixed | mmap.MAP_ANONYMOUS | map_flags(mapping)
+            if "dp" in mapping.flags:
+                flags = flags & ~mmap.MAP_PRIVATE | _MAP_DROPPABLE
             do.call(nr.MMAP, start, size, prot, flags, -1, 0, what=f"map {name}")
         else:
-            fd = opened[mapping.path, open_mode(mapping)]
+            if mapping.memory < 0:
+                fd = opened[mapping.path, open_mode(mapping)]
+            else:
+                memfd = shared_memory.descriptor_of(rebuild, mapping)
+                if memfd is None:
+                    shared_memory.map_part(rebuild, do, mapping)
+                    continue
+                fd = memfd
             first = prot | 3 if mapping.pages else prot
             kind = mmap.MAP_SHARED | 0x100000 if mapping.shared else fixed
             do.call(
@@ -220,6 +251,8 @@ def advise(do: Sequence, process: Process) -> None:
     for mapping in process.mappings:
         for flag, advice in _ADVICE.items():
             if flag in mapping.flags and mapping.kind != "vdso":
+                if "dp" in mapping.flags and flag in ("wf", "dd"):
+                    continue  # it is so of itself
                 if flag == "wf" and mapping.kind != "anonymous":
                     continue
                 if flag == "dd" and mapping.kind == "file" and mapping.shared:

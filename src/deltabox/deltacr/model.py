@@ -51,6 +51,7 @@ class Thread:
     timer_slack: int
     credentials: Credentials
     memory: tuple[tuple[int, bytes], ...] = ()  # what the continued call reads, below the stack
+    blocked: Registers | None = None  # those of the stop, when it was in a call that goes on
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Mapping:
     prot: int
     shared: bool
     offset: int
-    kind: Literal["anonymous", "file", "vdso"]
+    kind: Literal["anonymous", "file", "memory", "vdso"]
     path: str  # of the file; the name of an [anon:...] mapping
     may_write: bool
     flags: frozenset[str]  # VmFlags of smaps
@@ -70,6 +71,7 @@ class Mapping:
     inode: int = 0
     of_base: bool = False  # a private mapping of a file that is the base's, unchanged
     pages: tuple[tuple[int, int], ...] = ()
+    memory: int = -1  # index into Capture.shared of shared memory without a file
 
     @property
     def size(self) -> int:
@@ -181,6 +183,7 @@ class Process:
     exit_signal: int
     comm: bytes
     zombie: int | None = None  # wait status
+    remains: Any = None  # Remains, of a zombie
     stopped: int = 0  # the signal that stopped it
     stop_reported: bool = False  # its parent has seen that
     threads: tuple[Thread, ...] = ()
@@ -211,7 +214,9 @@ class Capture:
     processes: tuple[Process, ...]
     descriptions: tuple[Description, ...]
     pipes: tuple[Pipe, ...]
+    shared: tuple[Any, ...]  # SharedMemory
     last_pid: int
     hostname: bytes
     domainname: bytes
+    queues: Any  # POSIX message queues of the namespace, see objects/mqueues.py
     by_pid: dict[int, Process] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from ..linux import numbers as nr
 from . import boot, frame, kinds, memory
 from .boot import World
 from .model import Capture, Process, Thread
-from .objects import credentials, signals, terminals, timers
+from .objects import credentials, epoll, mqueues, remains, shared_memory, signals, terminals, timers
 from .rebuild import Entry, Rebuild, nothing
 from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
 from .stash import Stash
@@ -72,11 +72,13 @@ class _Compiler:
         self.limits = limits
         self.nice = nice
         self.keys = external_inputs(capture)
-        self.program = Program(*boot.FIRST_INPUTS, *self.keys)
+        self.program = Program(*boot.FIRST_INPUTS, *self.keys, *(s.holder for s in capture.shared))
         self.world = World(capture.hostname, capture.domainname, network)
         self.root = arrange(capture)
         self.tasks = everyone(self.root)
-        highest = max((d.number for p in capture.processes for d in p.descriptors), default=2)
+        numbers = [d.number for p in capture.processes for d in p.descriptors]
+        numbers += [epoll.highest(d) for d in capture.descriptions if d.kind == "epoll"]
+        highest = max(numbers, default=2)
         self.init = self.program.sequence("PID 1")
         self.rebuild = Rebuild(
             self.program, self.init, capture, max(highest + 1, 64 + len(self.program.inputs))
@@ -91,6 +93,8 @@ class _Compiler:
         program, init = self.program, self.init
         pid = boot.first_process(program, init, self.world)
         boot.settle(program, init, self.world)
+        shared_memory.make(self.rebuild)
+        mqueues.restore(self.rebuild, self.capture.queues)
         self._descriptions("open")
         self._open_mapped(init)
         self._descriptions("link")
@@ -111,9 +115,10 @@ class _Compiler:
         self._descriptions("joined")
         self._owners()
         clocks = self._starting()
+        init.barrier(_READY, self.running + 1)
+        shared_memory.finish(self.rebuild)
         if not clocks:
             self._close_all()
-        init.barrier(_READY, self.running + 1)
         self._set_last_pid(init)
         signal_fd = boot.answer_ready(program, init)
         buffer = program.data(bytes(8))
@@ -148,7 +153,7 @@ class _Compiler:
     def _close_all(self) -> None:
         """PID 1 itself keeps nothing of what the processes have open."""
         self.init.call(nr.CLOSE_RANGE, self.rebuild.base, (1 << 32) - 1, 0)
-        for key in self.keys:
+        for key in (*self.keys, *(s.holder for s in self.capture.shared)):
             self.init.call(nr.CLOSE, self.program.inputs[key])
 
     def _owners(self) -> None:
@@ -296,21 +301,19 @@ class _Compiler:
     def _die(self, do: Sequence, process: Process) -> None:
         """Become a zombie with the captured wait status."""
         assert process.zombie is not None
-        do.call(nr.PRCTL, _PR_SET_NAME, self.program.text(process.comm[:15]))
-        number = process.zombie & 0x7F
-        if number:
-            none = self.program.data(bytes(16))
-            do.call(nr.PRLIMIT64, 0, 4, none, 0)  # no core of ours
-            do.call(nr.RT_SIGPROCMASK, 2, none, 0, 8)
-            do.call(nr.KILL, process.pid, number)
-        do.call(231, process.zombie >> 8 & 0xFF)
+        remains.restore(
+            self.program,
+            do,
+            process.pid,
+            process.comm,
+            process.zombie,
+            process.remains,
+            self.limits,
+        )
 
     def _live(self, do: Sequence, process: Process) -> None:
         program = self.program
-        for low, high in self.extents.get(process.pid, ()):
-            # what its own clones did not inherit (`_carry`), the program's later ones shall
-            do.call(nr.MADVISE, low, high - low, _MADV_DOFORK, may_fail=True)
-        memory.restore(program, do, process, self.stash, self.files)
+        memory.restore(self.rebuild, do, process, self.stash, self.files)
         self._frames(do, process)
         memory.drop_inherited(program, do)
         assert process.layout is not None
@@ -396,6 +399,13 @@ class _Compiler:
             )
             low = descriptor.number + 1
         do.call(nr.CLOSE_RANGE, low, (1 << 32) - 1, 0)
+        added: set[int] = set()
+        for descriptor in process.descriptors:
+            description = descriptions[descriptor.description]
+            if description.kind == "epoll" and descriptor.description not in added:
+                added.add(descriptor.description)
+                for watch in epoll.own_watches(description, process.pid):
+                    epoll.add(self.rebuild, do, descriptor.number, watch)
 
     def _opens_own(self, process: Process | None) -> bool:
         """Whether it has descriptors that it must open itself, when every pid exists."""

@@ -27,6 +27,8 @@ CONTROL = OURS + 0x8000_0000
 SLOT = 0x400_0000  # 64 MiB of addresses for each control memory
 SLOTS = 1024
 STASH = OURS + 0x100_0000_0000
+PLACES = 0x4800_0000_0000  # memory that clones share with PID 1 for a moment, by slot
+PLACE = 0x2_0000_0000  # 8 GiB for each
 OURS_END = 0x5000_0000_0000
 
 VARIABLES = 2048
@@ -60,6 +62,7 @@ SCRATCH = 65536
 
 MAY_FAIL = 1
 LATE = 2
+EXPECT = 4
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,10 @@ class Sequence:
         number: int = 0,
         save: Var | None = None,
         may_fail: bool = False,
+        expects: bool = False,
         what: str = "",
     ) -> None:
-        flags = (MAY_FAIL if may_fail else 0) | (LATE if self.late else 0)
+        flags = MAY_FAIL * may_fail | LATE * self.late | EXPECT * expects
         slot = None if save is None else save.index
         self._records.append((op, flags, slot, number, arguments, what))
 
@@ -122,10 +126,24 @@ class Sequence:
         *arguments: Argument,
         save: Var | None = None,
         may_fail: bool = False,
+        expect: int | None = None,
         what: str = "",
     ) -> None:
-        """A system call; `what` names it in the error when it fails."""
-        self._add(Op.CALL, *arguments, number=number, save=save, may_fail=may_fail, what=what)
+        """A system call; `what` names it in the error when it fails.
+
+        With `expect` any other result is a failure too (EIO): part of a write is not enough.
+        """
+        if expect is not None:
+            arguments = (*arguments, *(0,) * (5 - len(arguments)), expect)
+        self._add(
+            Op.CALL,
+            *arguments,
+            number=number,
+            save=save,
+            may_fail=may_fail,
+            expects=expect is not None,
+            what=what,
+        )
 
     def clone(self, arguments: Ref, body: Sequence, *, save: Var | None = None) -> None:
         """clone3(2); the child runs `body` on the stack named in the clone_args."""
@@ -231,6 +249,7 @@ class Program:
         self.length = self.variable()  # its size
         self.result = self.variable()
         self.handed: dict[str, int] = {}  # descriptors that the keeper takes out of PID 1
+        self._places: dict[int, Var] = {}
         self.root = self.sequence("root")
 
     def variable(self) -> Var:
@@ -265,6 +284,14 @@ class Program:
         for index, text in enumerate(texts):
             self.pointer(array + 8 * index, text)
         return array
+
+    def place(self, offset: int) -> Var:
+        """An address in the range that belongs to the slot alone, outside the control memory."""
+        if offset >= PLACE:
+            raise ValueError("the state needs more shared memory than a slot has addresses for")
+        if offset not in self._places:
+            self._places[offset] = self.variable()
+        return self._places[offset]
 
     def stack(self, size: int = 4096) -> Ref:
         """Lowest address of a stack."""
@@ -328,6 +355,7 @@ class Program:
             (self.below.index, self.end.index, self.above.index, self.length.index),
             labels,
             sum(s.must_succeed() for s in self._sequences),
+            [(var.index, offset) for offset, var in self._places.items()],
             dict(self.handed),
         )
 
@@ -342,6 +370,7 @@ class Sealed:
     slot_variables: tuple[int, int, int, int]
     labels: list[tuple[int, str, list[str]]]
     records: int  # those whose failure ends the program
+    places: list[tuple[int, int]]  # variables that hold an address of the slot's own range
     handed: dict[str, int] = field(default_factory=dict)  # name -> number in PID 1
 
     def locate(self, where: int) -> str:
@@ -361,5 +390,8 @@ class Sealed:
         values = (address - CONTROL, address + size, OURS_END - address - size, size)
         for index, value in zip(self.slot_variables, values, strict=True):
             struct.pack_into("<Q", memory, VARIABLES_OFFSET + 8 * index, value)
+        for index, offset in self.places:
+            where = PLACES + slot * PLACE + offset
+            struct.pack_into("<Q", memory, VARIABLES_OFFSET + 8 * index, where)
         struct.pack_into("<q", memory, BUDGET_OFFSET, budget)
         return memory, address, size

@@ -30,6 +30,7 @@ from .model import Capture, Mapping, Process
 from .records import (
     CONTROL,
     OURS_END,
+    PLACES,
     SCRATCH,
     SLOT,
     SLOTS,
@@ -87,7 +88,7 @@ class Stash:
         low, high = mapping.start & -_GIB, (mapping.end + _GIB - 1) & -_GIB
         shift = self.next - low
         self.next += high - low + _GIB
-        if self.next > OURS_END:
+        if self.next > PLACES:
             raise UnsupportedState(
                 f"pid {pid} reserves {mapping.size >> 30} GiB of memory", object="mapping"
             )
@@ -192,6 +193,7 @@ def feed(capture: Capture, stash: Stash, base: Stash | None, reference: int) -> 
     if base:
         # what it inherited of the control memories of trees restored from its origin
         do.call(nr.MUNMAP, CONTROL + SLOT, (SLOTS - 1) * SLOT)
+        do.call(nr.MUNMAP, PLACES, OURS_END - PLACES)
     for key, was in old.items():
         now = stash.held.get(key)
         kept = now is not None and now.same_place(was)

@@ -40,15 +40,17 @@ class Subject:
     target: str  # the text of its /proc/PID/fd link
     facts: str  # its fdinfo
     table: DescriptorTable  # what else is open in the tree
+    refuse: Refuse
 
     @classmethod
-    def look(cls, host: int, number: int, table: DescriptorTable) -> Subject:
+    def look(cls, host: int, number: int, table: DescriptorTable, refuse: Refuse) -> Subject:
         return cls(
             host,
             number,
             os.readlink(f"/proc/{host}/fd/{number}"),
             proc.read(f"/proc/{host}/fdinfo/{number}").decode(errors="surrogateescape"),
             table,
+            refuse,
         )
 
     @property

@@ -9,6 +9,7 @@ template first unmaps its stash, or a deleted checkpoint would live as long as t
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class Template:
         self.stash: Stash | None = None  # what it holds, and where
         self.depth = 0  # generations of forks since the last full copy
         self.capture: Capture | None = None
+        self.shared: list[int] = []  # files with the contents of shared memory
         self.externals: list[str] = []  # keys of the pipes a restore must bring
         self.on_close: Callable[[], None] = lambda: None
         self._task = task
@@ -92,4 +94,6 @@ class Template:
         for peer, task in ((self.door, self._door_task), (self.peer, self._task)):
             peer.close()
             end_task(task)
+        while self.shared:
+            os.close(self.shared.pop())
         self.on_close()

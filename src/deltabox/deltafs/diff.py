@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from deltabox.deltafs.layers import Layer, Snapshot, State, common_ancestor
+from deltabox.deltafs.root import OWN_DIRECTORY
 from deltabox.linux import btrfs, mount
 
 ChangeKind = Literal["added", "modified", "deleted", "renamed", "mode"]
@@ -247,6 +248,11 @@ class _Comparison:
             "/", "/", self._root_entry(self.old, root), self._root_entry(self.new, root)
         )
         self._match()
+        self.deltas = [
+            delta
+            for delta in self.deltas
+            if delta.path != OWN_DIRECTORY and not delta.path.startswith(OWN_DIRECTORY + "/")
+        ]
         self.deltas.sort(key=lambda delta: (delta.path, delta.kind))
         return self.deltas
 

@@ -24,6 +24,7 @@ import contextlib
 import errno
 import fnmatch
 import os
+import secrets
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
@@ -41,6 +42,7 @@ _OVERLAY_OPTIONS: Final = (
     ("index", "off"),
     ("nfs_export", "off"),
     ("xino", "on"),
+    ("uuid", "null"),
 )
 
 _OPAQUE: Final = "trusted.overlay.opaque"
@@ -71,6 +73,12 @@ DEFAULT_HIDE: Final[tuple[str, ...]] = (
 )  # fmt: skip
 """What a sandbox over the host's own `/` does not get to see: keys, tokens, histories, the data
 of other containers, our own state directory. `*` stands for any part of one name."""
+
+OWN_DIRECTORY: Final = "/run/deltabox"
+"""What the engine tells a sandbox about itself; comparisons of files leave it out."""
+FORK_FILE: Final = f"{OWN_DIRECTORY}/fork.json"
+MACHINE_IDS: Final = ("/etc/machine-id", "/var/lib/dbus/machine-id")
+"""machine-id(5), and where D-Bus keeps a copy of its own on some hosts."""
 
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom", "tty")
 _DEVICE_LINKS: Final = (
@@ -176,12 +184,12 @@ def _verify_writable(root: int) -> None:
         raise DeltaBoxError("the sandbox's root came up read-only")
 
 
-def skeleton(layer: Layer, base: Path, hide: Sequence[str]) -> None:
+def skeleton(layer: Layer, base: Path, hide: Sequence[str], *, hostname: str = "sandbox") -> None:
     """Furnish a tree's first layer, before its first mount.
 
     Mount points, an empty `/dev` of our own (the devices are regular files to bind the host's
     nodes onto), and whiteouts for `hide`. Over the host's own `/` also an empty `/tmp` and
-    `/run`, a host name, and the password files without their hashes.
+    `/run`, a host name, a machine id, and the password files without their hashes.
     """
     whole_host = os.path.samefile(base, "/")
     tree = _clone(base)
@@ -201,11 +209,13 @@ def skeleton(layer: Layer, base: Path, hide: Sequence[str]) -> None:
             upper.empty("tmp", 0o1777)
             upper.empty("run", 0o755)
             upper.empty("run/lock", 0o1777)
-            upper.file("etc/hostname", b"sandbox\n", 0o644)
+            upper.file("etc/hostname", hostname.encode() + b"\n", 0o644)
+            upper.identify()
             for name in ("etc/shadow", "etc/gshadow"):
                 upper.redact(name)
         else:
             upper.directory("tmp", 0o1777)
+        upper.directory(OWN_DIRECTORY.lstrip("/"), 0o755)
         for pattern in hide:
             for path in upper.matches(pattern):
                 upper.hide(path)
@@ -266,6 +276,14 @@ class _Upper:
         here = self._path / path
         here.write_bytes(data)
         here.chmod(mode)
+
+    def identify(self) -> None:
+        """A machine id of its own where the base has one: two machines must not share it."""
+        made = secrets.token_hex(16).encode() + b"\n"
+        for path in MACHINE_IDS:
+            lower = self._lower(path.lstrip("/"))
+            if lower is not None and stat.S_ISREG(lower.st_mode):
+                self.file(path.lstrip("/"), made, 0o444)
 
     def redact(self, path: str) -> None:
         """The base's password file, every hash replaced by a lock."""

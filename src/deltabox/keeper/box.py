@@ -35,6 +35,7 @@ from ..errors import DeltaBoxError, RolledBack, SandboxClosed, StaleHandle
 from ..linux import terminal as tty
 from ..linux.openat2 import openat2
 from .handles import Handle, SavedHandle, portable, restored
+from .identity import Identity, Registration, Registrations, find
 from .streams import READ, Pump, Writer
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Saved:
 
     handles: tuple[SavedHandle, ...]
     calls: frozenset[int]
+    author: str  # the sandbox it was taken of
+    registered: tuple[Registration, ...]  # for a signal in forks
 
 
 class Box:
@@ -78,6 +81,8 @@ class Box:
         self.layer: Layer
         self.handles: dict[int, Handle] = {}
         self.calls: dict[int, Call] = {}
+        self.registrations = Registrations()
+        self.identity: Identity | None = None  # of a fork that has its own
         self.steady = threading.Lock()
         self.changed = threading.Condition(threading.Lock())
         self.closing = False
@@ -329,6 +334,26 @@ class Box:
             except ProcessLookupError:
                 pass
 
+    def on_fork(self, number: int | None, pid: int, signum: int | None) -> None:
+        """Register a process, of a handle or by its pid, for a signal in forks; None: no longer."""
+        with self.steady:
+            with self.changed:
+                self.check_open()
+                live = self.live
+                if number is not None:
+                    handle = self.handle(number)
+                    if handle.status is not None:
+                        raise ProcessLookupError(errno.ESRCH, "the process has ended")
+                    pid = handle.pid
+                if signum is None and self.registrations.remove(pid):
+                    return
+            task = find(live, pid)
+            if signum is None:
+                os.close(task)
+                return
+            with self.changed:
+                self.registrations.add(pid, signum, task)
+
     # -- checkpoint and rollback -------------------------------------------------------------
 
     def hold(self) -> Mapping[str, External]:
@@ -362,6 +387,8 @@ class Box:
         return Saved(
             handles=tuple(handle.save() for handle in self.handles.values()),
             calls=frozenset(self.calls),
+            author=self.number,
+            registered=self.registrations.save(),
         )
 
     def rebuilt(
@@ -394,10 +421,19 @@ class Box:
             raise
         return handles
 
-    def switch(self, live: Live, layer: Layer, handles: dict[int, Handle], saved: Saved) -> None:
+    def switch(
+        self,
+        live: Live,
+        layer: Layer,
+        handles: dict[int, Handle],
+        registrations: Registrations,
+        saved: Saved,
+    ) -> None:
         """Make a restored tree the live one. The condition is held; cannot fail."""
         self.unwatch()
+        self.registrations.close()
         self.live, self.layer, self.handles = live, layer, handles
+        self.registrations = registrations
         self.dead = False
         self._early.clear()
         for number, call in self.calls.items():

@@ -30,6 +30,7 @@ from ..errors import CheckpointError, DeltaBoxError, ForkError, RollbackError, U
 from .box import Box, Saved
 from .budget import Budget
 from .handles import Handle
+from .identity import Identity
 from .trees import Node, Revived, Tree, close_handles
 
 log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
                 tree.forsake(box, new)
                 raise RollbackError(f"nothing was rolled back: {error}") from error
             with box.changed:
-                box.switch(new.live, new.layer, new.handles, node.saved)
+                box.switch(new.live, new.layer, new.handles, new.registrations, node.saved)
             new.live.release()
         box.head = node.number
         box.let_go()
@@ -159,6 +160,7 @@ def fork(
     count: int,
     reference: str | None,
     *,
+    identity: str,
     budget: Budget,
     trees: Iterable[Tree],
     executor: Executor,
@@ -171,6 +173,9 @@ def fork(
         budget.check_host()
         with tree.pinned(reference) as node:
             copies = [tree.new_box(node.number) for _ in range(count)]
+            if identity == "new" and node.template.capture is not None:
+                for copy in copies:
+                    copy.identity = Identity.new(node.template.capture.hostname, copy.number)
             futures = [executor.submit(tree.revive, copy, node) for copy in copies]
             revived: list[tuple[Box, Revived]] = []
             errors: list[BaseException] = []
@@ -189,7 +194,7 @@ def fork(
                 raise ForkError(f"nothing was forked: {errors[0]}") from errors[0]
             for copy, new in revived:
                 with copy.changed:
-                    copy.switch(new.live, new.layer, new.handles, node.saved)
+                    copy.switch(new.live, new.layer, new.handles, new.registrations, node.saved)
                 tree.adopt(copy)
             for copy, new in revived:
                 new.live.release()
@@ -216,6 +221,7 @@ def close(box: Box) -> bool:
         with box.steady:
             with box.changed:
                 box.unwatch()
+                box.registrations.close()
                 handles, box.handles = box.handles, {}
             steps = [
                 lambda: close_handles(box, handles),

@@ -89,6 +89,7 @@ class Requests:
         pids_limit: int | None,
         disk_limit: int | None,
         network: str,
+        hostname: str,
         max_memory: int | None,
         max_disk: int | None,
     ) -> dict[str, Any]:
@@ -125,7 +126,7 @@ class Requests:
                 network=network,
             )
             try:
-                box = tree.boot()
+                box = tree.boot(hostname)
             except BaseException:
                 tree.close()
                 raise
@@ -166,12 +167,13 @@ class Requests:
             self.journal.gone("tree", str(box.tree.directory))
 
     def do_fork(
-        self, connection: Connection, *, box: str, count: int, at: str | None
+        self, connection: Connection, *, box: str, count: int, at: str | None, identity: str
     ) -> list[dict[str, Any]]:
         copies = operations.fork(
             self.box(box),
             count,
             at,
+            identity=identity,
             budget=self.budget,
             trees=self.all_trees(),
             executor=self.executor,
@@ -304,6 +306,11 @@ class Requests:
 
     def do_kill(self, connection: Connection, *, box: str, handle: int, signal: int) -> None:
         self.box(box).kill(handle, signal)
+
+    def do_on_fork(
+        self, connection: Connection, *, box: str, handle: int | None, pid: int, signal: int | None
+    ) -> None:
+        self.box(box).on_fork(handle, pid, signal)
 
     # -- files -------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ of sight at once, and its memory and files go when the last pin does.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -25,14 +26,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..deltacr import notify
 from ..deltacr.engine import Engine, Live, Template
-from ..deltafs import root
+from ..deltafs import find, root
 from ..deltafs.image import Image
 from ..deltafs.layers import Layer, Snapshot
-from ..errors import UnknownCheckpoint
+from ..errors import RollbackError, UnknownCheckpoint
+from . import identity
 from .background import Background
 from .box import Box, Saved
 from .handles import Handle
+from .identity import Registrations
 from .streams import Pump, Writer
 
 log = logging.getLogger(__name__)
@@ -85,6 +89,7 @@ class Revived:
     live: Live
     layer: Layer
     handles: dict[int, Handle]
+    registrations: Registrations
 
 
 class Tree:
@@ -148,21 +153,23 @@ class Tree:
 
     # -- sandboxes ---------------------------------------------------------------------------
 
-    def boot(self) -> Box:
+    def boot(self, hostname: str) -> Box:
         """The tree's first sandbox: fresh files, nothing but PID 1 running."""
         box = Box(self, self._box_number(), head=None, pump=self.pump)
         with ExitStack() as undo:
             layer = self.image.blank()
             undo.callback(self.image.delete, layer)
-            root.skeleton(layer, self.base, self.hide)
+            root.skeleton(layer, self.base, self.hide, hostname=hostname)
             self.origin = self.image.snapshot(layer)
             mount = root.root_mount(self.base_fd, layer, self.engine.userns, self.owner)
             try:
-                box.live = self.engine.boot(root_mount=mount, hostname="sandbox")
+                identity.announce(mount, self.owner, box.number, 0, None)
+                box.live = self.engine.boot(root_mount=mount, hostname=hostname)
             finally:
                 os.close(mount)
             undo.callback(box.live.end)
             box.layer = layer
+            self._let_find(box.live, layer)
             box.watch()
             with self.lock:
                 self.boxes[box.number] = box
@@ -340,6 +347,10 @@ class Tree:
                 handles = box.rebuilt(node.saved, externals, shut)
             undo.callback(close_handles, box, handles)
             box.generation += 1
+            elsewhere = node.saved.author != box.number
+            if elsewhere:
+                number = self.next_number()
+                identity.announce(spare.mount, self.owner, box.number, number, box.identity)
             try:
                 live = self.engine.restore(
                     node.template,
@@ -349,6 +360,8 @@ class Tree:
             finally:
                 for fd in externals.values():
                     os.close(fd)
+            undo.callback(live.end)
+            self._let_find(live, spare.layer)
             with box.changed:
                 for handle in handles.values():
                     master = live.handed.pop(f"{handle.number}/tty", None)
@@ -356,13 +369,30 @@ class Tree:
                         handle.take_master(master)
                 for writer in shut:
                     writer.close()
+            try:
+                if elsewhere and box.identity is not None:
+                    identity.rename(live, box.identity)
+                wanted = {one.pid: one.signal for one in node.saved.registered}
+                hosts = live.hosts() if wanted else {}
+                if elsewhere and node.template.capture is not None:
+                    notify.queue(hosts, node.template.capture, wanted)
+                registrations = Registrations.restored(hosts, node.saved.registered)
+            except OSError as error:
+                raise RollbackError(
+                    f"the copy could not be told that it is one: {error.strerror}"
+                ) from error
             undo.pop_all()
         os.close(spare.mount)
-        return Revived(live, spare.layer, handles)
+        return Revived(live, spare.layer, handles, registrations)
+
+    def _let_find(self, live: Live, layer: Layer) -> None:
+        """Tell the process half where to ask for a file's name."""
+        live.find = functools.partial(find.paths_of, layer=layer, base=self.base, root=live.root)
 
     def forsake(self, box: Box, revived: Revived) -> None:
         """Take back a revival that will not be used."""
         close_handles(box, revived.handles)
+        revived.registrations.close()
         revived.live.end()
         self.image.delete(revived.layer)
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from ._libc import syscall
 
 CLONE_VM = 0x100
@@ -35,3 +41,54 @@ def unshare(flags: int) -> None:
 def setns(fd: int, kind: int) -> None:
     """Move the calling thread into the namespace behind `fd`."""
     syscall(_SETNS, fd, kind)
+
+
+@contextmanager
+def network_of(pid: int) -> Iterator[None]:
+    """The calling thread is in the network namespace of a process within the block.
+
+    A socket made there belongs to that namespace for ever.
+    """
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        other = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            setns(other, CLONE_NEWNET)
+        finally:
+            os.close(other)
+        try:
+            yield
+        finally:
+            setns(own, CLONE_NEWNET)
+    finally:
+        os.close(own)
+
+
+def within(pid: int, name: str, kind: int, work: Callable[[], None]) -> None:
+    """Do something in another process's namespace (its name in /proc/PID/ns, its flag).
+
+    In a thread of its own, which is not used for anything afterwards.
+    """
+    failed: list[Exception] = []
+
+    def enter() -> None:
+        try:
+            fd = os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                setns(fd, kind)
+            finally:
+                os.close(fd)
+            work()
+        except Exception as error:  # for the caller, in its own thread
+            failed.append(error)
+
+    thread = threading.Thread(target=enter, name=f"in {name} of {pid}")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def set_hostname(pid: int, name: str) -> None:
+    """Set the host name of another process's UTS namespace."""
+    within(pid, "uts", CLONE_NEWUTS, lambda: socket.sethostname(name))

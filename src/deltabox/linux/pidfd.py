@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import struct
 
 from ._libc import syscall
 
@@ -12,7 +13,7 @@ _PIDFD_SEND_SIGNAL = 424
 _PIDFD_GETFD = 438
 
 KCMP_FILE, KCMP_VM, KCMP_FILES, KCMP_FS = 0, 1, 2, 3
-KCMP_SIGHAND, KCMP_IO, KCMP_SYSVSEM = 4, 5, 6
+KCMP_SIGHAND, KCMP_IO, KCMP_SYSVSEM, KCMP_EPOLL_TFD = 4, 5, 6, 7
 
 
 def getfd(pidfd: int, fd: int) -> int:
@@ -27,6 +28,15 @@ def send_signal(pidfd: int, signum: int) -> None:
 def kcmp(pid1: int, pid2: int, kind: int, index1: int = 0, index2: int = 0) -> int:
     """0 when the two share the object, 1 or 2 for an order among different ones."""
     return syscall(_KCMP, pid1, pid2, kind, index1, index2)
+
+
+def kcmp_epoll(pid: int, fd: int, epoll_pid: int, epoll_fd: int, number: int, nth: int) -> int:
+    """0 when the nth watch that was added as descriptor `number` is of the same description.
+
+    Raises ENOENT when there is no such watch.
+    """
+    slot = struct.pack("III", epoll_fd, number, nth)
+    return syscall(_KCMP, pid, epoll_pid, KCMP_EPOLL_TFD, fd, slot)
 
 
 def reap(pidfd: int) -> None:

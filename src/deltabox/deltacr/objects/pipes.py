@@ -155,7 +155,9 @@ def _fill(rebuild: Rebuild, pipe: Pipe, write_end: Var) -> None:
     if pipe.capacity != DEFAULT_CAPACITY:
         do.call(nr.FCNTL, write_end, _F_SETPIPE_SZ, pipe.capacity)
     if pipe.content:
-        do.call(nr.WRITE, write_end, rebuild.program.data(pipe.content), len(pipe.content))
+        size = len(pipe.content)
+        content = rebuild.program.data(pipe.content)
+        do.call(nr.WRITE, write_end, content, size, expect=size, what="fill a pipe")
 
 
 def _restore_fifo(rebuild: Rebuild, pipe: Pipe, ends: list[Entry]) -> None:
