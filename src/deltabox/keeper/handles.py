@@ -22,7 +22,7 @@ from typing import Final
 from ..deltacr.model import External
 from ..linux.proc import inside_pids
 from .streams import Kept, Pump, Reader, SavedReader, SavedWriter, Unread, Writer
-from .terminal import SavedTerminal, Terminal
+from .terminal import Terminal
 
 RUN: Final = "run"
 PROCESS: Final = "process"
@@ -77,7 +77,7 @@ class SavedHandle:
     readers: tuple[SavedReader, ...]
     command: Command | None
     results: tuple[tuple[int, Done], ...]
-    terminal: SavedTerminal | None = None
+    terminal: bool  # whether it has one; what is in it, the engine keeps
 
 
 class Handle:
@@ -270,7 +270,7 @@ class Handle:
             readers=tuple(reader.save() for reader in self.readers.values()),
             command=self.command,
             results=tuple(self.results.items()),
-            terminal=None if self.terminal is None else SavedTerminal(self.terminal.master >= 0),
+            terminal=self.terminal is not None,
         )
 
 
@@ -301,7 +301,7 @@ def restored(
         changed=changed,
         in_flight=in_flight,
         stdin=saved.stdin is not None,
-        terminal=saved.terminal is not None,
+        terminal=saved.terminal,
     )
     pipes = handle.pipes()
     handle.pid = saved.pid

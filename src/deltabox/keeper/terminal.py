@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import select
 import stat
-from dataclasses import dataclass
 
 from ..errors import DeltaBoxError, UnsupportedState
 from ..linux import terminal as tty
@@ -22,13 +21,6 @@ from ..linux.openat2 import openat2
 TYPE = "xterm-256color"
 """TERM, when the caller sets none."""
 _GROUP = 5  # tty, in every distribution; devpts is mounted with it
-
-
-@dataclass(frozen=True)
-class SavedTerminal:
-    """What a checkpoint keeps here: whether it is open. All else is the engine's to keep."""
-
-    open: bool
 
 
 class Terminal:

@@ -255,9 +255,11 @@ class Terminals:
         inside: Mapping[int, int],
         kind: str,
     ) -> UnsupportedState:
-        if subject is not None:
+        if subject is not None and subject.host in inside:
             pid, name = inside[subject.host], proc.stat(subject.host).comm
             what = f"fd {subject.number} of pid {pid} ({name}) is {kind}"
+        elif subject is not None:  # the keeper's, taken out of a queue
+            return UnsupportedState(f"a socket's queue holds {kind}", object=kind)
         else:
             assert leader is not None
             pid, name = leader.pid, leader.comm.decode(errors="replace")
