@@ -274,7 +274,7 @@ class Reader:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno != errno.EIO or not _hung_up(self.fd):
                 raise
             data = b""  # so a terminal tells that nobody has it open any more
         if not data:
@@ -306,6 +306,13 @@ class Reader:
         chunks, truncated = self.buffer.save()
         live = None if self.live is None else tuple(self.live)
         return SavedReader(self.name, chunks, truncated, live, self.eof)
+
+
+def _hung_up(fd: int) -> bool:
+    """Whether this is a terminal's master, and nobody has the other side open."""
+    poller = select.poll()
+    poller.register(fd, 0)
+    return os.isatty(fd) and bool(poller.poll(0))
 
 
 class Writer:
