@@ -79,6 +79,20 @@ def readable(error: CommandTimeout, *, text: bool) -> CommandTimeout:
     return error
 
 
+def terminal_size(tty: bool | tuple[int, int]) -> tuple[int, int] | None:
+    """The size that `tty=` asks for; None for no terminal."""
+    if isinstance(tty, bool):
+        return (24, 80) if tty else None
+    if not isinstance(tty, (tuple, list)) or len(tty) != 2:
+        raise TypeError(f"tty is a bool or (rows, columns), not {tty!r}")
+    for number in tty:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"the size of a terminal is two ints, not {tty!r}")
+        if not 0 < number < 1 << 16:
+            raise ValueError(f"a terminal cannot have {tty[0]} rows and {tty[1]} columns")
+    return tty[0], tty[1]
+
+
 class Handle:
     """What a process and a shell have in common: a number, and the sandbox it is used in."""
 
@@ -124,7 +138,11 @@ class Stdin(Generic[Data]):
         self._process._call("write", data=encoded)
 
     def close(self) -> None:
-        """Send no more: the process reads end-of-file after what was written. Twice is fine."""
+        """Send no more: the process reads end-of-file after what was written. Twice is fine.
+
+        On a terminal the character for that (Ctrl-D) is typed instead: at the beginning of a line
+        a program that reads lines sees end-of-file. The terminal stays open, and can be written to.
+        """
         self._process._call("close_stdin")
 
 
@@ -216,6 +234,11 @@ class AnyProcess(Handle, Generic[Data]):
         """Wait for its end: the exit code. `CommandTimeout` after `timeout` seconds; it runs on."""
         code: int = self._call("wait", timeout=timeout)
         return code
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Change the size of its terminal (`tty=True`); what runs in the foreground is told so."""
+        terminal_size((rows, columns))
+        self._call("resize", rows=rows, columns=columns)
 
     def kill(self, signal: int = signals.SIGKILL) -> None:
         """Send it a signal; nothing happens when it has ended already."""

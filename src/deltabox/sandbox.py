@@ -32,6 +32,7 @@ from .process import (
     Result,
     convert,
     readable,
+    terminal_size,
 )
 from .shell import Shell, failure
 
@@ -265,6 +266,7 @@ class Sandbox:
         cwd: str = ...,
         env: Mapping[str, str] | None = ...,
         user: str | int | None = ...,
+        tty: bool | tuple[int, int] = ...,
         text: Literal[True] = ...,
     ) -> Process: ...
 
@@ -276,6 +278,7 @@ class Sandbox:
         cwd: str = ...,
         env: Mapping[str, str] | None = ...,
         user: str | int | None = ...,
+        tty: bool | tuple[int, int] = ...,
         text: Literal[False],
     ) -> BytesProcess: ...
 
@@ -286,15 +289,22 @@ class Sandbox:
         cwd: str = "/",
         env: Mapping[str, str] | None = None,
         user: str | int | None = None,
+        tty: bool | tuple[int, int] = False,
         text: bool = True,
     ) -> Process | BytesProcess:
-        """Start a program to talk to. Options as for `run`."""
+        """Start a program to talk to. Options as for `run`.
+
+        tty: give it a terminal of 24 rows and 80 columns, or of `(rows, columns)`. Everything it
+            shows is in `stdout`, lines end in `\\r\\n`, and what is written to `stdin` is typed:
+            `"\\x03"` is Ctrl-C. `TERM` is `xterm-256color` unless `env` sets it.
+        """
         answer = self._call(
             "spawn",
             argv=_argv(command),
             env=_environment(env),
             cwd=_directory(cwd),
             user=user,
+            tty=terminal_size(tty),
         )
         made = Process if text else BytesProcess
         return made(self, answer["handle"], answer["pid"])
@@ -305,9 +315,21 @@ class Sandbox:
         cwd: str = "/",
         env: Mapping[str, str] | None = None,
         user: str | int | None = None,
+        tty: bool | tuple[int, int] = False,
     ) -> Shell:
-        """Start a live bash. Options as for `run`."""
-        answer = self._call("shell", env=_environment(env), cwd=_directory(cwd), user=user)
+        """Start a live bash. Options as for `run`.
+
+        tty: its commands see a terminal of 24 rows and 80 columns, or of `(rows, columns)`, as
+            standard input, output and error. Their output is what the terminal showed, all of it in
+            `stdout`, with lines that end in `\\r\\n`. Nobody types: a command that reads waits.
+        """
+        answer = self._call(
+            "shell",
+            env=_environment(env),
+            cwd=_directory(cwd),
+            user=user,
+            tty=terminal_size(tty),
+        )
         return Shell(self, answer["handle"], answer["pid"])
 
     @property

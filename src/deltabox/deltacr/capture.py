@@ -25,6 +25,7 @@ from .interrupted import UnknownCall, Waits
 from .live import Live
 from .model import (
     Capture,
+    External,
     MemoryLayout,
     PosixTimer,
     Process,
@@ -32,7 +33,17 @@ from .model import (
 )
 from .model import Mapping as Vma
 from .names import Names
-from .objects import attributes, credentials, locked, mqueues, remains, seccomp, signals, timers
+from .objects import (
+    attributes,
+    credentials,
+    locked,
+    mqueues,
+    remains,
+    seccomp,
+    signals,
+    terminals,
+    timers,
+)
 from .objects.ghosts import Attic, Ghosts
 from .objects.sockets import Network
 from .subject import Refuse, Refused
@@ -59,7 +70,7 @@ def capture(
     frozen: Frozen,
     *,
     owner: int,
-    externals: Mapping[int, str],
+    externals: Mapping[str, External],
     waits: Waits,
     base: int,
     born: float,
@@ -86,7 +97,7 @@ class _Capturing:
         live: Live,
         frozen: Frozen,
         owner: int,
-        externals: Mapping[int, str],
+        externals: Mapping[str, External],
         waits: Waits,
         base: int,
         born: float,
@@ -120,6 +131,7 @@ class _Capturing:
             zombies = self._zombies(inside)
             self.table.inside |= {z.host_pid: z.pid for z in zombies}
             self.table.settle()
+            self.table.terminals.finish(self.table.descriptions, found, self.table.inside)
         finally:
             self.table.close()
         found += zombies
@@ -275,6 +287,7 @@ class _Capturing:
             timers=tuple(posix),
             attributes=carried,
             lock_future=lock_future,
+            tty=terminals.controlling(stat.tty),
         )
 
     def _shared(self, host: int, mapping: Vma, refuse: Refuse) -> Vma:

@@ -22,7 +22,7 @@ from .capture import capture
 from .freeze import Frozen, freeze
 from .interrupted import Waits
 from .live import Live
-from .model import PAGE, Capture
+from .model import PAGE, Capture, External
 from .objects.ghosts import Attic
 from .objects.seccomp import forbids_restart
 from .peer import PeerGone, ProgramFailed, Run, insist
@@ -45,7 +45,7 @@ def take(
     reference: int,
     born: float,
     on_external: str,
-    externals: Mapping[int, str],
+    externals: Mapping[str, External],
     attic: Attic,
     at_instant: Callable[[], T],
 ) -> tuple[Template, T]:

@@ -25,7 +25,7 @@ from ..linux import unix_diag
 from ..linux.unix_diag import UnixInfo
 from . import kinds
 from .live import Live
-from .model import Description, Descriptor, Owner, Pipe
+from .model import Description, Descriptor, External, Owner, Pipe
 from .objects import (
     epoll,
     events,
@@ -38,6 +38,7 @@ from .objects import (
     pipes,
     sockets,
     tcp,
+    terminals,
     udp,
     unix,
 )
@@ -87,7 +88,7 @@ class DescriptorTable:
         self,
         live: Live,
         owner: int,
-        externals: Mapping[int, str],
+        externals: Mapping[str, External],
         ghosts: Ghosts,
         network: sockets.Network,
     ) -> None:
@@ -100,6 +101,7 @@ class DescriptorTable:
         self.ghosts = ghosts  # what has no name any more
         self.network = network
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
+        self.terminals = terminals.Terminals(live.root, owner, externals)
         self.shared = SharedMemories(owner)
         self._live = live
         self._externals = externals
@@ -273,10 +275,10 @@ class DescriptorTable:
         target, flags = subject.target, subject.flags
         if target.startswith("pipe:["):
             inode = int(target[6:-1])
-            key = self._externals.get(inode)
-            if key is not None:
+            external = self._externals.get(target)
+            if external is not None:
                 index = self._pipe(subject, inode) if flags & 3 == 0 else -1
-                return Description("external", flags, pipe=index, key=key)
+                return Description("external", flags, pipe=index, key=external.key)
             if flags & 0o40000:
                 raise Refused("a pipe in packet mode")
             return Description("pipe", flags, pipe=self._pipe(subject, inode))
@@ -289,8 +291,8 @@ class DescriptorTable:
             raise Refused(_REFUSED.get(name, f"an anonymous kernel object, {name}"))
         if target.startswith("/memfd:"):
             return self.shared.of_descriptor(subject)
-        if target.startswith(("/dev/pts/", "/dev/ptmx")) or target == "/dev/tty":
-            raise Refused("a terminal")
+        if terminals.is_terminal(subject):
+            return self.terminals.capture(subject)
         if not target.startswith("/"):
             namespace = kernel_files.capture_namespace(subject)
             if namespace is not None:

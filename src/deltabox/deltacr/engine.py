@@ -34,6 +34,8 @@ from . import boot, checkpoint
 from .asked import Asked
 from .live import Exit as Exit
 from .live import Live, WorldState
+from .model import External
+from .objects import terminals
 from .objects.ghosts import Attic
 from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import Program, Sealed, Var
@@ -193,6 +195,12 @@ class Tree:
             live = self._start(template, template.sealed, template.pid, root_mount, inputs)
         except (ProgramFailed, PeerGone, OSError) as error:
             raise RollbackError(f"the tree could not be rebuilt: {error}") from error
+        try:
+            assert template.capture is not None
+            terminals.refill(template.capture, live.handed)
+        except OSError as error:
+            live.end()
+            raise RollbackError(f"a terminal could not be filled again: {error}") from error
         live.origin = template.capture
         live.base = template
         return live
@@ -201,7 +209,7 @@ class Tree:
         self,
         live: Live,
         *,
-        externals: Mapping[int, str],
+        externals: Mapping[str, External],
         attic: Attic,
         at_instant: Callable[[], T],
     ) -> tuple[Template, T]:
@@ -299,6 +307,7 @@ class Tree:
             try:
                 live.peer.answer(run)
                 live.attach(self._world)
+                live.take(sealed.handed)
                 if self.network == "host":
                     live.world = WorldState(live.world.mounts, b"")  # not ours to watch
                 self._world = live.world

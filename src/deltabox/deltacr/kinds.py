@@ -14,6 +14,7 @@ from .objects import (
     pidfds,
     pipes,
     shared_memory,
+    terminals,
     udp,
     unix_wiring,
 )
@@ -21,6 +22,7 @@ from .rebuild import Kind
 
 KINDS: tuple[Kind, ...] = (
     pipes.EXTERNAL,
+    terminals.KIND,
     files.KIND,
     pipes.KIND,
     shared_memory.KIND,

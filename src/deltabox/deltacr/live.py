@@ -29,6 +29,7 @@ from ..linux.proc import (
     network_state,
     process_info,
 )
+from ..linux.terminal import TIOCSCTTY
 from .boot import SIGCHLD
 from .interrupted import Waits
 from .model import Capture
@@ -89,6 +90,7 @@ class Live:
         self.origin: Capture | None = None  # what it was restored from
         self.base: Template | None = None  # the last state of it that a template holds
         self.successor: Template | None = None  # made ahead for the next checkpoint
+        self.handed: dict[str, int] = {}  # descriptors taken out of a restored PID 1
         self.on_end: Callable[[], None] = lambda: None
         # guesses at the path of a file by its handle (kind, bytes) and inode number; whoever owns
         # the files knows
@@ -101,6 +103,11 @@ class Live:
         """Open what needs the mounts to be in place; `world` is known from an earlier sandbox."""
         self.root = os.open(f"/proc/{self.init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self.world = world or WorldState(mount_count(self.init), network_state(self.init))
+
+    def take(self, numbers: Mapping[str, int]) -> None:
+        """Get descriptors that PID 1 has made for the keeper: name -> number in PID 1."""
+        for name, number in numbers.items():
+            self.handed[name] = pidfd.getfd(self.pidfd, number)
 
     def keep_successor(self, base: Template, made: Template) -> bool:
         """Keep a template for the next checkpoint; False when it comes too late."""
@@ -127,11 +134,13 @@ class Live:
         gid: int,
         groups: Sequence[int],
         stdio: Mapping[int, int],
+        controlled: bool = False,
     ) -> int:
         """Start a command as a child of PID 1, leader of its own session; its pid inside.
 
         `stdio` maps file descriptor numbers inside to descriptors of this process. A name without
-        a slash is looked up in the PATH of `env`, inside. Raises the OSError of chdir or execve.
+        a slash is looked up in the PATH of `env`, inside. `controlled`: standard input is a
+        terminal, which controls the session. Raises the OSError of chdir or execve.
         """
         names = [f"fd{number}" for number in stdio]
         program = Program(*names)
@@ -150,6 +159,8 @@ class Live:
             body.call(nr.DUP3, program.inputs[name], high + index, 0o2000000)
         for index, number in enumerate(stdio):
             body.call(nr.DUP3, high + index, number, 0)
+        if controlled:
+            body.call(nr.IOCTL, 0, TIOCSCTTY, 0, what="control by the terminal")
         for low, top in _gaps(sorted(stdio)):
             body.call(nr.CLOSE_RANGE, low, top, 0)
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -373,7 +384,7 @@ class Live:
             pidfd.reap(self.pidfd)
             self.peer.close()
             self.reports.close()
-            for fd in (self.root, self.pidfd):
+            for fd in (self.root, self.pidfd, *self.handed.values()):
                 if fd >= 0:
                     os.close(fd)
             self.thaw()

@@ -137,6 +137,14 @@ class Owner:
 
 
 @dataclass(frozen=True)
+class External:
+    """Something of which the keeper holds the other end: its key, and that end of a terminal."""
+
+    key: str
+    fd: int = -1
+
+
+@dataclass(frozen=True)
 class Description:
     """An open file description: what several descriptors of several processes may share.
 
@@ -210,6 +218,7 @@ class Process:
     timers: tuple[PosixTimer, ...] = ()
     attributes: ProcessAttributes | None = None
     lock_future: int = 0  # flags of mlockall(2)
+    tty: int = -1  # the index of its controlling terminal
 
 
 @dataclass(frozen=True)

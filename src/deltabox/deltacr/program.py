@@ -37,6 +37,7 @@ from .objects import (
     remains,
     shared_memory,
     signals,
+    terminals,
     timers,
 )
 from .rebuild import Entry, Rebuild, nothing
@@ -158,7 +159,9 @@ class _Compiler:
 
     def _starting(self) -> bool:
         """Whether something has to be done after the release."""
-        return any(kinds.BY_NAME[d.kind].start is not nothing for d in self.capture.descriptions)
+        return bool(self.program.handed) or any(
+            kinds.BY_NAME[d.kind].start is not nothing for d in self.capture.descriptions
+        )
 
     def _close_all(self) -> None:
         """PID 1 itself keeps nothing of what the processes have open."""
@@ -250,6 +253,7 @@ class _Compiler:
             self._clone(do, child)
         if task.leads_session:
             do.call(nr.SETSID, what="setsid")
+            terminals.take_control(self.rebuild, do, task.process)
         # the biggest first: it has the most to do while the others are still being cloned
         for child in sorted(task.after, key=lambda t: -self.sizes.get(t.pid, 0)):
             # a child that will be PID 1's, or a stand-in, ends without a signal to this parent
@@ -290,6 +294,7 @@ class _Compiler:
         everybody = len(self.tasks) + 1
         process = task.process
         self._clone_all(do, task)
+        terminals.give_up_control(self.rebuild, do, process)
         leads_group = process is None or process.pgid == task.pid
         if leads_group and not task.leads_session:
             do.call(nr.SETPGID, 0, 0, what="setpgid")
@@ -298,7 +303,8 @@ class _Compiler:
         if process is not None and not leads_group:
             do.call(nr.SETPGID, 0, process.pgid, what=f"setpgid({process.pgid})")
         waits = task.dies or bool(task.stand_ins) or self._opens_own(process)
-        do.barrier(_JOINED, everybody, wait=waits)
+        do.barrier(_JOINED, everybody, wait=waits or terminals.sets_foreground(process))
+        terminals.set_foreground(self.rebuild, do, process)
         for stand_in in task.stand_ins:
             do.call(nr.WAIT4, stand_in.pid, 0, _WALL, 0, what="reap a stand-in")
         if process is None:

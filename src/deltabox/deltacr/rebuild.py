@@ -42,6 +42,7 @@ class Rebuild:
         self.notes: dict[str, Any] = {}  # what a kind hands from one step to the next
         self.opened = program.variable()  # what the last record of PID 1's has opened
         self._next = base + len(capture.descriptions)
+        self.terminals: dict[int, int] = {}  # index -> a descriptor of the slave side
 
     def number(self, index: int) -> int:
         """The descriptor in PID 1 of the description with this index."""

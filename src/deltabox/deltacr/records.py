@@ -246,6 +246,7 @@ class Program:
         self.length = self.variable()  # its size
         self.result = self.variable()
         self.scratch = self.variable()  # results of PID 1's calls that are only looked at
+        self.handed: dict[str, int] = {}  # descriptors that the keeper takes out of PID 1
         self._places: dict[int, Var] = {}
         self.root = self.sequence("root")
 
@@ -353,6 +354,7 @@ class Program:
             labels,
             sum(s.must_succeed() for s in self._sequences),
             [(var.index, offset) for offset, var in self._places.items()],
+            dict(self.handed),
         )
 
 
@@ -367,6 +369,7 @@ class Sealed:
     labels: list[tuple[int, str, list[str]]]
     records: int  # those whose failure ends the program
     places: list[tuple[int, int]]  # variables that hold an address of the slot's own range
+    handed: dict[str, int] = field(default_factory=dict)  # name -> number in PID 1
 
     def locate(self, where: int) -> str:
         """Words for the record at offset `where`."""

@@ -29,8 +29,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..deltacr.engine import Live
+from ..deltacr.model import External
 from ..deltafs.layers import Layer
 from ..errors import DeltaBoxError, RolledBack, SandboxClosed, StaleHandle
+from ..linux import terminal as tty
 from ..linux.openat2 import openat2
 from .handles import Handle, SavedHandle, portable, restored
 from .identity import Identity, Registration, Registrations, find
@@ -179,8 +181,9 @@ class Box:
         groups: Sequence[int],
         call: Call | None = None,
         prepare: Callable[[Handle], None] | None = None,
+        size: tuple[int, int] = (24, 80),
     ) -> None:
-        """Start a program and make `handle` its handle."""
+        """Start a program and make `handle` its handle; `size` is that of its terminal."""
         owner = self.tree.owner
         with self.steady:
             with self.changed:
@@ -188,7 +191,7 @@ class Box:
                     self.check_call(call)
                 self.check_open()
                 live = self.live
-                ends = handle.open(owner + uid)
+                ends = handle.open(owner, uid=uid, root=live.root, size=size)
                 self._spawning += 1
             try:
                 stdio = dict(ends)
@@ -196,7 +199,14 @@ class Box:
                     stdio[0] = self._null(live)
                     ends[0] = stdio[0]
                 pid = live.spawn(
-                    argv=argv, env=env, cwd=cwd, uid=uid, gid=gid, groups=groups, stdio=stdio
+                    argv=argv,
+                    env=env,
+                    cwd=cwd,
+                    uid=uid,
+                    gid=gid,
+                    groups=groups,
+                    stdio=stdio,
+                    controlled=handle.terminal is not None,
                 )
             except BaseException as error:
                 with self.changed:
@@ -302,6 +312,15 @@ class Box:
             except ProcessLookupError:
                 pass  # it has just ended
 
+    def resize(self, number: int, rows: int, columns: int) -> None:
+        """Give the terminal of a handle another size."""
+        with self.steady, self.changed:
+            handle = self.handle(number)
+            if handle.terminal is None:
+                raise DeltaBoxError("the process has no terminal; start it with tty=True")
+            if handle.terminal.master >= 0:
+                tty.resize(handle.terminal.master, rows, columns)
+
     def kill_tree(self, number: int) -> None:
         """Kill a handle's process with its session, group and descendants, if it still exists."""
         with self.steady:
@@ -337,11 +356,11 @@ class Box:
 
     # -- checkpoint and rollback -------------------------------------------------------------
 
-    def hold(self) -> Mapping[int, str]:
+    def hold(self) -> Mapping[str, External]:
         """Before a freeze: keep standard inputs still, and name the pipes. `steady` is held."""
         with self.changed:
             self.check_open()
-            externals: dict[int, str] = {}
+            externals: dict[str, External] = {}
             for handle in self.handles.values():
                 externals.update(handle.externals())
                 if handle.stdin is not None:

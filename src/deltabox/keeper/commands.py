@@ -16,6 +16,10 @@ functions and jobs; standard input is `/dev/null` because a command that reads w
 the commands that follow; fd 3 is closed for the command, so that no program of it can keep it open
 or write to it. bash reads a pipe byte by byte, so nothing of a next command ever hides in a buffer
 inside the process, which makes a shell easy to checkpoint.
+
+A shell with a terminal has that as 0, 1 and 2, also for its commands. Its commands come over a pipe
+of their own, fd 4, which it opens as its script and closes for everybody else; bash reads a script
+that cannot be seeked byte by byte too.
 """
 
 from __future__ import annotations
@@ -32,13 +36,15 @@ from ..deltafs.inside import Inside
 from ..errors import CommandTimeout, DeltaBoxError, RolledBack, SandboxClosed
 from .accounts import ROOT, look_up
 from .box import Box, Call, CallerGone
-from .handles import PROCESS, RUN, SHELL, Command, Done, Handle, portable, sent
+from .handles import COMMANDS, PROCESS, RUN, SHELL, Command, Done, Handle, portable, sent
 from .streams import FULL, Kept, Reader, Unread
+from .terminal import TYPE
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Attach = Callable[[Call], None]
+Size = tuple[int, int]
 _PRELUDE: Final = (
     b"""__deltabox() { local s=$?; printf '%d %d\\n' "$1" "$s" >&3; return "$s"; }\n"""
 )
@@ -57,9 +63,13 @@ def _launch(
     user: str | int | None,
     call: Call | None = None,
     prepare: Callable[[Handle], None] | None = None,
+    size: Size | None = None,
 ) -> None:
     account = ROOT if user is None else with_files(box, lambda inside: look_up(inside, user))
-    environment = account.environment() | dict(env)
+    environment = account.environment()
+    if handle.terminal is not None:
+        environment["TERM"] = TYPE
+    environment |= dict(env)
     box.start(
         handle,
         argv=[os.fsencode(word) for word in argv],
@@ -70,6 +80,7 @@ def _launch(
         groups=account.groups,
         call=call,
         prepare=prepare,
+        size=size or (24, 80),
     )
 
 
@@ -84,7 +95,7 @@ def with_files(box: Box, work: Callable[[Inside], T]) -> T:
         os.close(root)
 
 
-def _handle(box: Box, kind: str, label: str, *, stdin: bool) -> Handle:
+def _handle(box: Box, kind: str, label: str, *, stdin: bool, terminal: bool = False) -> Handle:
     return Handle(
         box.tree.next_number(),
         kind,
@@ -93,6 +104,7 @@ def _handle(box: Box, kind: str, label: str, *, stdin: bool) -> Handle:
         changed=box.changed,
         in_flight=box.calls.__contains__,
         stdin=stdin,
+        terminal=terminal,
     )
 
 
@@ -103,25 +115,36 @@ def spawn(
     env: Mapping[str, str],
     cwd: str,
     user: str | int | None,
+    tty: Size | None = None,
 ) -> dict[str, Any]:
-    """Start a program that the caller talks to."""
-    handle = _handle(box, PROCESS, os.fsdecode(argv[0]), stdin=True)
-    _launch(box, handle, argv=argv, env=env, cwd=cwd, user=user)
+    """Start a program that the caller talks to, on a terminal when `tty` gives its size."""
+    label = os.fsdecode(argv[0])
+    handle = _handle(box, PROCESS, label, stdin=True, terminal=tty is not None)
+    _launch(box, handle, argv=argv, env=env, cwd=cwd, user=user, size=tty)
     return {"handle": handle.number, "pid": handle.pid}
 
 
 def open_shell(
-    box: Box, *, env: Mapping[str, str], cwd: str, user: str | int | None
+    box: Box,
+    *,
+    env: Mapping[str, str],
+    cwd: str,
+    user: str | int | None,
+    tty: Size | None = None,
 ) -> dict[str, Any]:
     """Start a shell."""
-    handle = _handle(box, SHELL, "bash", stdin=True)
+    handle = _handle(box, SHELL, "bash", stdin=True, terminal=tty is not None)
+    argv = ["bash", "--norc", "--noprofile"]
+    prelude = _PRELUDE
+    if tty is not None:
+        argv.append(f"/dev/fd/{COMMANDS}")
+        prelude += b"exec %d<&-; BASH_ARGV0=bash\n" % COMMANDS
 
     def prepare(started: Handle) -> None:
         assert started.stdin is not None
-        started.stdin.add(_PRELUDE)
+        started.stdin.add(prelude)
 
-    argv = ["bash", "--norc", "--noprofile"]
-    _launch(box, handle, argv=argv, env=env, cwd=cwd, user=user, prepare=prepare)
+    _launch(box, handle, argv=argv, env=env, cwd=cwd, user=user, prepare=prepare, size=tty)
     return {"handle": handle.number, "pid": handle.pid}
 
 
@@ -292,9 +315,10 @@ def _in_turn(
             handle.command = sent(current, before)
             assert handle.stdin is not None
             quoted = b"'" + command.replace(b"'", b"'\\''") + b"'"
+            source = b" </dev/null" if handle.terminal is None else b""
             handle.stdin.add(
-                b"eval %b </dev/null 3>&-\n{ __deltabox %d; } 2>/dev/null\n"
-                % (quoted, current.number)
+                b"eval %b%b 3>&-\n{ __deltabox %d; } 2>/dev/null\n"
+                % (quoted, source, current.number)
             )
 
 
@@ -501,11 +525,19 @@ def write(box: Box, number: int, *, data: bytes, attach: Attach) -> None:
 
 
 def close_stdin(box: Box, number: int) -> None:
-    """No more input for a spawned process, once what was written has reached it."""
+    """No more input for a spawned process, once what was written has reached it.
+
+    A terminal stays open: its character for the end of input is typed.
+    """
     with box.changed:
-        writer = box.handle(number).stdin
-        if writer is not None:
+        handle = box.handle(number)
+        writer = handle.stdin
+        if writer is None or writer.closed:
+            return
+        if handle.terminal is None:
             writer.finish()
+        else:
+            writer.add(handle.terminal.end_of_input())
 
 
 def wait(box: Box, number: int, *, timeout: float | None, attach: Attach) -> int:

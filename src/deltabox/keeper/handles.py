@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ..deltacr.model import External
 from ..linux.proc import inside_pids
 from .streams import Kept, Pump, Reader, SavedReader, SavedWriter, Unread, Writer
+from .terminal import Terminal
 
 RUN: Final = "run"
 PROCESS: Final = "process"
@@ -30,6 +32,8 @@ CONTROL: Final = "control"
 """The stream on which a shell reports the end of each command (its fd 3)."""
 
 FDS: Final = {"stdin": 0, "stdout": 1, "stderr": 2, CONTROL: 3}
+COMMANDS: Final = 4
+"""The fd where the shell of a terminal finds its commands; its standard input is the terminal."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class SavedHandle:
     readers: tuple[SavedReader, ...]
     command: Command | None
     results: tuple[tuple[int, Done], ...]
+    terminal: bool  # whether it has one; what is in it, the engine keeps
 
 
 class Handle:
@@ -88,6 +93,7 @@ class Handle:
         changed: threading.Condition,
         in_flight: Callable[[int], bool],
         stdin: bool,
+        terminal: bool = False,
     ) -> None:
         self.number = number
         self.kind = kind
@@ -101,9 +107,11 @@ class Handle:
         self.stdin = Writer(pump=pump, changed=changed) if stdin else None
         self.readers: dict[str, Reader] = {}
         self._in_flight = in_flight
+        self.terminal = Terminal() if terminal else None
         for name in ("stdout", "stderr"):
             buffer: Kept | Unread = Unread() if kind == PROCESS else Kept()
-            self.readers[name] = Reader(name, buffer, pump=pump, changed=changed)
+            after = self._after_terminal if terminal and name == "stdout" else None
+            self.readers[name] = Reader(name, buffer, pump=pump, changed=changed, after=after)
         if kind == SHELL:
             self.readers[CONTROL] = Reader(
                 CONTROL, Unread(), pump=pump, changed=changed, after=self._after_control
@@ -111,14 +119,24 @@ class Handle:
 
     # -- pipes -----------------------------------------------------------------------------
 
-    def open(self, owner: int) -> dict[int, int]:
-        """Make all pipes: fd inside -> the program's end. The caller closes these ends."""
+    def open(
+        self, owner: int, *, uid: int = 0, root: int = -1, size: tuple[int, int] = (24, 80)
+    ) -> dict[int, int]:
+        """Make all pipes: fd inside -> the program's end. The caller closes these ends.
+
+        For a terminal (of the devpts below `root`) as well.
+        """
         ends: dict[int, int] = {}
         try:
-            if self.stdin is not None:
-                ends[0] = self.stdin.open(owner)
-            for name, reader in self.readers.items():
-                ends[FDS[name]] = reader.open(owner)
+            if self.terminal is not None:
+                rows, columns = size
+                ends[0] = self.terminal.make(root, owner=owner, uid=uid, rows=rows, columns=columns)
+                ends[1], ends[2] = os.dup(ends[0]), os.dup(ends[0])
+                self._attach(self.terminal.master)
+            for name in self.pipes():
+                stream = self.stdin if name == "stdin" else self.readers[name]
+                assert stream is not None
+                ends[self.place(name)] = stream.open(owner + uid)
         except BaseException:
             for fd in ends.values():
                 os.close(fd)
@@ -126,13 +144,38 @@ class Handle:
             raise
         return ends
 
-    def externals(self) -> Iterator[tuple[int, str]]:
-        """The pipes that are still open: inode number and key."""
-        if self.stdin is not None and self.stdin.inode:
-            yield self.stdin.inode, f"{self.number}/stdin"
-        for name, reader in self.readers.items():
-            if not reader.eof:
-                yield reader.inode, f"{self.number}/{name}"
+    def pipes(self) -> list[str]:
+        """The streams that are pipes; with a terminal, only those of a shell for its commands."""
+        if self.terminal is None:
+            return [*(("stdin",) if self.stdin is not None else ()), *self.readers]
+        return ["stdin", CONTROL] if self.kind == SHELL else []
+
+    def place(self, name: str) -> int:
+        """The descriptor inside that is this stream."""
+        return COMMANDS if name == "stdin" and self.terminal is not None else FDS[name]
+
+    def _attach(self, master: int) -> None:
+        self.readers["stdout"].attach(os.dup(master))
+        if self.kind != SHELL and self.stdin is not None:
+            self.stdin.attach(os.dup(master))
+
+    def take_master(self, master: int) -> None:
+        """The master of a terminal that was made again; ours from now on."""
+        assert self.terminal is not None
+        self.terminal.master = master
+        os.set_blocking(master, False)
+        self._attach(master)
+
+    def externals(self) -> Iterator[tuple[str, External]]:
+        """What is still open: what /proc shows of the program's end, and its key."""
+        if self.terminal is not None and self.terminal.master >= 0:
+            yield self.terminal.link, External(f"{self.number}/tty", self.terminal.master)
+        for name in self.pipes():
+            if name == "stdin":
+                if self.stdin is not None and self.stdin.inode:
+                    yield f"pipe:[{self.stdin.inode}]", External(f"{self.number}/stdin")
+            elif not self.readers[name].eof:
+                yield f"pipe:[{self.readers[name].inode}]", External(f"{self.number}/{name}")
 
     @property
     def ended(self) -> bool:
@@ -152,6 +195,8 @@ class Handle:
             self.stdin.close()
         for reader in self.readers.values():
             reader.close()
+        if self.terminal is not None:
+            self.terminal.close()
 
     def abandon(self) -> None:
         """Nobody will ask for this command's output: let it run, read and forget what it writes."""
@@ -175,6 +220,12 @@ class Handle:
         self.status = status
         if self.command is not None:
             self._finish(self.command, status)
+        self._after_terminal()
+
+    def _after_terminal(self) -> None:
+        """Hang up when the program has ended and nobody else has its terminal open."""
+        if self.terminal is not None and self.status is not None and self.readers["stdout"].eof:
+            self.close()
 
     def _after_control(self) -> None:
         buffer = self.readers[CONTROL].buffer
@@ -204,7 +255,9 @@ class Handle:
     # -- checkpoint and restore ------------------------------------------------------------
 
     def save(self) -> SavedHandle:
-        """The handle as it is now."""
+        """The handle as it is now. UnsupportedState when its terminal cannot be given back."""
+        if self.terminal is not None and not self.readers["stdout"].eof:
+            self.terminal.check(self.label)
         return SavedHandle(
             number=self.number,
             kind=self.kind,
@@ -217,6 +270,7 @@ class Handle:
             readers=tuple(reader.save() for reader in self.readers.values()),
             command=self.command,
             results=tuple(self.results.items()),
+            terminal=self.terminal is not None,
         )
 
 
@@ -247,7 +301,9 @@ def restored(
         changed=changed,
         in_flight=in_flight,
         stdin=saved.stdin is not None,
+        terminal=saved.terminal,
     )
+    pipes = handle.pipes()
     handle.pid = saved.pid
     handle.status = saved.status
     handle.call = saved.call
@@ -260,10 +316,11 @@ def restored(
                 reader.buffer = Unread(reader_state.chunks)
             if reader_state.live is not None:
                 reader.live = deque(reader_state.live)
-            if not reader_state.eof:
+            if not reader_state.eof and reader_state.name in pipes:
                 externals[f"{saved.number}/{reader_state.name}"] = reader.open(owner)
         if handle.stdin is not None and saved.stdin is not None:
-            externals[f"{saved.number}/stdin"] = handle.stdin.open(owner)
+            if "stdin" in pipes:
+                externals[f"{saved.number}/stdin"] = handle.stdin.open(owner)
             handle.stdin.held = True
             if saved.stdin.closed:
                 shut.append(handle.stdin)

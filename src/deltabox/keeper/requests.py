@@ -301,6 +301,11 @@ class Requests:
         with found.changed:
             return found.handle(handle).pid
 
+    def do_resize(
+        self, connection: Connection, *, box: str, handle: int, rows: int, columns: int
+    ) -> None:
+        self.box(box).resize(handle, rows, columns)
+
     def do_kill(self, connection: Connection, *, box: str, handle: int, signal: int) -> None:
         self.box(box).kill(handle, signal)
 

@@ -223,6 +223,12 @@ class Reader:
         self._pump.watch(ours, READ, self._on_event)
         return theirs
 
+    def attach(self, fd: int) -> None:
+        """Read this from now on: a descriptor of a terminal's master, which is ours to close."""
+        self.fd = fd
+        self.eof = False
+        self._pump.watch(fd, READ, self._on_event)
+
     def _on_event(self, _events: int) -> None:
         with self._changed:
             if self.fd < 0:
@@ -267,6 +273,10 @@ class Reader:
             data = os.read(self.fd, CHUNK)
         except BlockingIOError:
             return False
+        except OSError as error:
+            if error.errno != errno.EIO or not _hung_up(self.fd):
+                raise
+            data = b""  # so a terminal tells that nobody has it open any more
         if not data:
             self.close()
             return True
@@ -298,6 +308,13 @@ class Reader:
         return SavedReader(self.name, chunks, truncated, live, self.eof)
 
 
+def _hung_up(fd: int) -> bool:
+    """Whether this is a terminal's master, and nobody has the other side open."""
+    poller = select.poll()
+    poller.register(fd, 0)
+    return os.isatty(fd) and bool(poller.poll(0))
+
+
 class Writer:
     """A program's standard input. What does not fit into the pipe waits in `waiting`."""
 
@@ -321,6 +338,10 @@ class Writer:
         self.fd = ours
         self.inode = os.fstat(ours).st_ino
         return theirs
+
+    def attach(self, fd: int) -> None:
+        """Write to this: a descriptor of a terminal's master, which is ours to close."""
+        self.fd = fd
 
     @property
     def closed(self) -> bool:

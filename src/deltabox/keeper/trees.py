@@ -366,6 +366,10 @@ class Tree:
             undo.callback(live.end)
             self._let_find(live, spare.layer)
             with box.changed:
+                for handle in handles.values():
+                    master = live.handed.pop(f"{handle.number}/tty", None)
+                    if master is not None:
+                        handle.take_master(master)
                 for writer in shut:
                     writer.close()
             try:

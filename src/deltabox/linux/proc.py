@@ -34,6 +34,7 @@ class Stat:
     pgrp: int
     session: int
     tty: int
+    foreground: int  # process group of that terminal
     nice: int
     threads: int
     start_time: int
@@ -77,6 +78,7 @@ def stat(pid: int, tid: int | None = None) -> Stat:
         pgrp=number[4],
         session=number[5],
         tty=number[6],
+        foreground=number[7],
         nice=number[18],
         threads=number[19],
         start_time=number[21],
