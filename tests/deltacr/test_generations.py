@@ -1,0 +1,95 @@
+"""Checkpoints of rolled-back states of checkpoints: nothing grows with the generations."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from deltabox import Sandbox
+from tests.conftest import keepers
+from tests.deltacr.test_nothing_silent import compare, look
+
+# A server with workers: epoll, unix and TCP connections, shared memory, threads, a child.
+_SERVER = r"""
+import asyncio, mmap, os, socket, sys, threading, time
+shared = mmap.mmap(-1, 1 << 16)
+listening = socket.create_server(('127.0.0.1', 8000), reuse_port=True)
+def work(number):
+    async def serve(reader, writer):
+        while line := await reader.readline():
+            shared[number] = (shared[number] + 1) % 256
+            writer.write(b'%d %d ' % (number, sum(shared[:4])) + line)
+            await writer.drain()
+    async def main():
+        server = await asyncio.start_server(serve, sock=listening)
+        await server.serve_forever()
+    asyncio.run(main())
+for number in range(3):
+    if not os.fork():
+        work(number)
+for _ in range(3):
+    threading.Thread(target=lambda: time.sleep(1e6), daemon=True).start()
+client = socket.create_connection(('127.0.0.1', 8000))
+stream = client.makefile('rwb')
+print('up', flush=True)
+for line in sys.stdin:
+    stream.write(line.encode()); stream.flush()
+    print(stream.readline().decode(), end='', flush=True)
+"""
+
+
+def _settled(count: Callable[[], int]) -> int:
+    """What is left of something that is freed in the background."""
+    values = [count()]
+    for _ in range(50):
+        time.sleep(0.1)
+        values.append(count())
+        if len(values) > 3 and len(set(values[-3:])) == 1:
+            break
+    return values[-1]
+
+
+def _held_by_keeper() -> dict[str, int]:
+    (keeper,) = keepers()
+    return {
+        "descriptors": _settled(lambda: len(os.listdir(f"/proc/{keeper}/fd"))),
+        "threads": _settled(lambda: len(os.listdir(f"/proc/{keeper}/task"))),
+        "children": _settled(
+            lambda: len(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())
+        ),
+    }
+
+
+def test_thirty_generations_of_a_server(sandbox: Sandbox) -> None:
+    process = sandbox.spawn(["python3", "-c", _SERVER])
+    assert process.stdout.readline() == "up\n"
+
+    def ask(text: str) -> str:
+        process.stdin.write(text + "\n")
+        return process.stdout.readline(timeout=20)
+
+    first = ask("hello")
+    checkpoint = sandbox.checkpoint()
+    sandbox.rollback(checkpoint)
+    answer = ask("hello again")
+    assert answer.split()[1] == str(int(first.split()[1]) + 1)
+    sandbox.rollback(checkpoint)
+    before = look(sandbox)
+    held: dict[str, int] = {}
+    for generation in range(30):
+        assert ask("hello again") == answer, f"generation {generation}"
+        sandbox.rollback(checkpoint)
+        older, checkpoint = checkpoint, sandbox.checkpoint()
+        older.delete()
+        if generation == 9:  # pools and spares are full by now
+            held = _held_by_keeper()
+    assert compare(before, look(sandbox)) == []
+    after = _held_by_keeper()
+    grown = {what: (held[what], after[what]) for what in held if after[what] > held[what] + 4}
+    assert not grown, json.dumps(grown)
+    for fork in sandbox.fork_many(2, at=checkpoint):
+        with fork:
+            assert compare(before, look(fork)) == []
