@@ -51,7 +51,7 @@ for name in names('/proc'):
         found[kind] = link(f'{at}/{kind}')
     for kind in names(at + '/ns'):
         found['ns/' + kind] = link(f'{at}/ns/{kind}')
-    for fd in names(at + '/fd'):
+    for fd in names(at + '/fd') if name != '1' else []:  # PID 1 is the engine's own
         found['fd/' + fd] = link(f'{at}/fd/{fd}')
         found['fdinfo/' + fd] = read(f'{at}/fdinfo/{fd}')
     for tid in names(at + '/task'):
@@ -244,6 +244,22 @@ _PROGRAM = textwrap.dedent(
     accepted = server.accept()
     shared = mmap.mmap(-1, 1 << 16); memory = os.memfd_create('memory'); os.write(memory, b'x')
     private = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE); private.madvise(mmap.MADV_DONTDUMP)
+    tcp = socket.create_server(('127.0.0.1', 7000)); caller = socket.create_connection(
+        ('127.0.0.1', 7000)); called = tcp.accept()[0]; caller.send(b'unread')
+    tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    six = socket.create_server(('::1', 7001), family=socket.AF_INET6)
+    udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); udp.bind(('127.0.0.1', 7002))
+    udp.sendto(b'datagram', ('127.0.0.1', 7002))
+    route = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0); route.bind((0, 1))
+    terminal = os.openpty(); os.write(terminal[1], b'unread line\\n')
+    locked = open('/root/locked', 'w'); fcntl.flock(locked, fcntl.LOCK_EX)
+    ranged = open('/root/ranged', 'w+'); fcntl.lockf(ranged, fcntl.LOCK_EX, 10, 5)
+    gone = open('/root/gone', 'w+'); gone.write('still here'); gone.flush(); os.unlink('/root/gone')
+    file = open('/root/mapped', 'w+b'); file.truncate(8192); mapped = mmap.mmap(file.fileno(), 8192)
+    timer = libc.syscall(283, 1, 0)
+    libc.syscall(286, timer, 0, struct.pack('4q', 0, 0, 9999, 0), 0)
+    signals = libc.syscall(289, -1, struct.pack('Q', 1 << 11), 8, 0)
+    root = os.open('/usr', os.O_RDONLY | os.O_DIRECTORY); path = os.open('/etc', os.O_PATH)
     signal.setitimer(signal.ITIMER_REAL, 100000)
     worker = threading.Thread(target=lambda: time.sleep(100000), daemon=True); worker.start()
     child = os.fork()
@@ -259,9 +275,12 @@ _PROGRAM = textwrap.dedent(
     os.waitid(os.P_PID, zombie, os.WEXITED | os.WNOWAIT)
     user = os.fork()
     if not user:
-        os.setsid(); os.setgroups([7, 8]); os.setresgid(33, 33, 33); os.setresuid(33, 33, 33)
+        os.setsid(); os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        libc.prctl(29, 70000); os.setgroups([7, 8])
+        os.setresgid(33, 33, 33); os.setresuid(33, 33, 33)
         libc.prctl(38, 1, 0, 0, 0)
         signal.pause()
+    half = os.open('/proc/self/status', os.O_RDONLY); os.read(half, 10)
     time.sleep(0.2)
     print('ready', flush=True)
     for line in sys.stdin:
@@ -273,6 +292,8 @@ _PROGRAM = textwrap.dedent(
 def test_all_of_proc_is_the_same(sandbox: Sandbox) -> None:
     shell = sandbox.shell()
     shell.run("cd /usr; x=1; sleep 100000 & sleep 100000 | cat & (sleep 100000 &)")
+    terminal = sandbox.spawn(["bash", "--norc"], tty=True)
+    terminal.stdin.write("PS1=; sleep 100000\n")
     process = sandbox.spawn(["python3", "-c", _PROGRAM])
     assert process.stdout.readline() == "ready\n"
     look(sandbox)  # the first look warms caches that a program may see, as libc's

@@ -124,6 +124,7 @@ class Lock:
     write: bool
     start: int
     length: int
+    taker: int = 0  # the pid that an flock shows; 0: of nobody in the tree
 
 
 @dataclass(frozen=True)

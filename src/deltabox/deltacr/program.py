@@ -431,7 +431,7 @@ class _Compiler:
                 added.add(descriptor.description)
                 for watch in epoll.own_watches(description, process.pid):
                     epoll.add(self.rebuild, do, descriptor.number, watch)
-        locks.restore_own(self.rebuild, do, process.descriptors)
+        locks.restore_own(self.rebuild, do, process)
 
     def _opens_own(self, process: Process | None) -> bool:
         """Whether it must open something itself, when every pid exists."""
