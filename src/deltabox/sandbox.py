@@ -92,7 +92,7 @@ class Sandbox:
         memory_limit: str | int | None = None,
         pids_limit: int | None = None,
         disk_limit: str | int | None = None,
-        network: Literal["none", "host"] = "none",
+        network: Literal["none", "nat", "host"] = "none",
         max_memory: str | int | None = None,
         max_disk: str | int | None = None,
     ) -> Sandbox:
@@ -105,16 +105,18 @@ class Sandbox:
         memory_limit, disk_limit: bytes, or a string such as `"2G"`. The disk limit holds for the
             sandbox with all its checkpoints and forks together.
         pids_limit: the most processes and threads it may have.
-        network: `"none"`: a loopback interface only. `"host"`: the host's own network, *unsafe*:
-            programs inside reach whatever the host does, its local services too.
+        network: `"none"`: a loopback interface only. `"nat"`: outgoing connections and DNS as well,
+            in a network of its own; the host's loopback services are out of reach. `"host"`: the
+            host's own network, *unsafe*: programs inside reach whatever the host does, its local
+            services too.
         max_memory, max_disk: change the engine's budget for all its sandboxes: what checkpoints may
             hold in memory, what images may take on disk. Beyond it is `NoSpace`.
 
         Raises `HostUnsupported` where the engine cannot run, `ValueError` for a base that is no
         directory, `NoSpace`.
         """
-        if network not in ("none", "host"):
-            raise ValueError(f"network is 'none' or 'host', not {network!r}")
+        if network not in ("none", "nat", "host"):
+            raise ValueError(f"network is 'none', 'nat' or 'host', not {network!r}")
         if isinstance(hide, (str, bytes)):
             raise TypeError("hide is a list of paths, not one string")
         if pids_limit is not None and pids_limit < 1:

@@ -32,6 +32,7 @@ from ..linux.proc import (
 from .boot import SIGCHLD
 from .interrupted import Waits
 from .model import Capture
+from .network import Network
 from .peer import Peer, PeerGone, ProgramFailed, insist
 from .records import Program, Ref, Sealed, Var
 from .template import Template
@@ -69,9 +70,17 @@ class Live:
     """One process tree with its namespaces. Made by `Tree.boot` and `Tree.restore`."""
 
     def __init__(
-        self, *, init: int, group: Path, requests: socket.socket, reports: socket.socket, slot: int
+        self,
+        *,
+        init: int,
+        group: Path,
+        network: Network,
+        requests: socket.socket,
+        reports: socket.socket,
+        slot: int,
     ) -> None:
         self.init = init
+        self.network = network
         self.pidfd = os.pidfd_open(init)
         self.group = group
         self.peer = Peer(requests)
