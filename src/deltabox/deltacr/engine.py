@@ -41,7 +41,7 @@ from .live import Exit as Exit
 from .live import Live, WorldState
 from .network import Network, Networks
 from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
-from .records import Program, Sealed, Var
+from .records import SLOTS, Program, Sealed, Var
 from .stash import duplicate, plan
 from .template import Template
 
@@ -201,8 +201,8 @@ class Tree:
         """Capture a tree into a fresh template; see `checkpoint.take`."""
         if not live.network.carried:
             raise UnsupportedState(
-                "the sandbox's eth0 is gone, because it was deleted inside or the process that "
-                "carries it has ended; a rollback or fork has a new one",
+                "the sandbox's eth0 is dead, because it was deleted inside or the process that "
+                "carries its packets has ended; a rollback or fork has a new one",
                 pid=1,
                 process="init",
                 object="network",
@@ -478,8 +478,12 @@ class Tree:
             door_pid = run.variable(program.result)
             door_fd = own_task(door_pid)
             undo.callback(end_task, door_fd)
+            door = Peer(door_mine)
+            # Until the door serves it reads its records from slot 0 of the memory it shares with
+            # the template, whose next program will be mapped over them.
+            door.run(Program().seal(), SLOTS - 1)
             undo.pop_all()
-        made = Template(peer, Peer(door_mine), template_fd, door_fd, template_pid)
+        made = Template(peer, door, template_fd, door_fd, template_pid)
         with self._lock:
             self._templates.add(made)
         made.on_close = lambda: self._closed_template(made)
@@ -507,7 +511,7 @@ class Tree:
                     blank = self._blank()
                     with self._lock:
                         self._blanks.append(blank)
-            except (OSError, ProgramFailed, PeerGone) as error:
+            except (OSError, ProgramFailed, PeerGone, HostUnsupported) as error:
                 log.warning("nothing could be made ahead: %s", error)
 
     def _make_user_namespace(self) -> int:
