@@ -52,7 +52,7 @@ _MTU = 65520  # packets never leave the host as such, and large ones are cheap t
 # linux/sockios.h, linux/if_tun.h, linux/if.h, linux/route.h
 _SIOCADDRT, _SIOCSIFFLAGS, _SIOCSIFADDR = 0x890B, 0x8914, 0x8916
 _SIOCSIFNETMASK, _SIOCSIFMTU, _SIOCSIFHWADDR = 0x891C, 0x8922, 0x8924
-_TUNSETIFF = 0x400454CA
+_TUNSETIFF, _TUNSETPERSIST = 0x400454CA, 0x400454CB
 _IFF_UP, _IFF_BROADCAST, _IFF_RUNNING, _IFF_MULTICAST = 0x1, 0x2, 0x40, 0x1000
 _IFF_TAP, _IFF_NO_PI = 0x2, 0x1000
 _RTF_UP, _RTF_GATEWAY = 1, 2
@@ -261,16 +261,24 @@ class _Making:
             save=self.tap,
             what="open tun",
         )
-        mode = struct.pack("<H", _IFF_TAP | _IFF_NO_PI)
-        _configure(program, do, self.tap, _TUNSETIFF, INTERFACE, mode, "tun")
-        # no IPv6, or the kernel adds an address and goes on changing it for seconds
-        switch = program.variable()
-        path = f"/proc/sys/net/ipv6/conf/{INTERFACE.decode()}/disable_ipv6"
-        opened = os.O_WRONLY | os.O_CLOEXEC
-        do.call(nr.OPENAT, boot.AT_FDCWD, program.text(path), opened, save=switch, may_fail=True)
-        do.skip_if_error(switch, 2)  # a kernel without it
-        do.call(nr.WRITE, switch, program.data(b"1"), 1, what="disable_ipv6")
-        do.call(nr.CLOSE, switch)
+        kind = struct.pack("<H", _IFF_TAP | _IFF_NO_PI)
+        _configure(program, do, self.tap, _TUNSETIFF, INTERFACE, kind, "tun")
+        # It goes with the namespace, which the kernel does for many at once: when the carrier's
+        # close(2) had to remove it, that held up every network of the host for 30 ms.
+        do.call(nr.IOCTL, self.tap, _TUNSETPERSIST, 1, what="tun persist")
+        for family, switch in (
+            # no IPv6, or the kernel adds an address and goes on changing it for seconds
+            ("ipv6", "disable_ipv6"),
+            # without a carrier: "network is unreachable" at once, no waiting for timeouts
+            ("ipv4", "ignore_routes_with_linkdown"),
+        ):
+            opened = program.variable()
+            path = program.text(f"/proc/sys/net/{family}/conf/{INTERFACE.decode()}/{switch}")
+            mode = os.O_WRONLY | os.O_CLOEXEC
+            do.call(nr.OPENAT, boot.AT_FDCWD, path, mode, save=opened, may_fail=True)
+            do.skip_if_error(opened, 2)  # a kernel without it
+            do.call(nr.WRITE, opened, program.data(b"1"), 1, what=switch)
+            do.call(nr.CLOSE, opened)
         up = struct.pack("<H", _IFF_UP | _IFF_RUNNING | _IFF_BROADCAST | _IFF_MULTICAST)
         for request, value, what in (
             (_SIOCSIFHWADDR, struct.pack("<H", _ARPHRD_ETHER) + _MAC, "hardware address"),
