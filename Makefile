@@ -50,5 +50,5 @@ $(CACHE): $(READY) src/deltabox/demo/library.py
 	@touch $@
 
 clean:
-	rm -rf build dist .cache bench/out src/*.egg-info $(CPART)
+	rm -rf build dist .cache bench/out src/*.egg-info $(CPART) src/deltabox/deltacr/_nat
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

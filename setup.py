@@ -1,12 +1,13 @@
-"""The one build step which pyproject.toml cannot say: compile the interpreter.
+"""The one build step which pyproject.toml cannot say: compile the programs in C.
 
-`deltacr/interpreter.c` is not a Python extension. It is a program of its own: a static ELF
-file without libc, which the engine starts as template and as PID 1 of every sandbox. So we
-compile it with plain `cc` and ship the result as package data next to its source. A wheel is
-therefore bound to a platform, but to no Python version (`py3-none-linux_x86_64`).
+They are no Python extensions. `deltacr/interpreter.c` is a static ELF file without libc, which
+the engine starts as template and as PID 1 of every sandbox; `deltacr/nat.c` is an ordinary
+program, which carries the packets of `network="nat"`. So we compile them with plain `cc` and ship
+the results as package data next to their sources. A wheel is therefore bound to a platform, but
+to no Python version (`py3-none-linux_x86_64`).
 
-`pip install .` puts the result into the wheel, `pip install -e .` and
-`python setup.py build_interpreter --inplace` put it into `src/`.
+`pip install .` puts the results into the wheel, `pip install -e .` and
+`python setup.py build_interpreter --inplace` put them into `src/`.
 """
 
 from __future__ import annotations
@@ -23,16 +24,10 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
 PACKAGE = Path("deltabox/deltacr")
-SOURCE = Path("src") / PACKAGE / "interpreter.c"
-PROGRAM = "_interpreter"
+SOURCES = Path("src") / PACKAGE
 
-FLAGS = [
-    "-std=gnu11",
-    "-O2",
-    "-g0",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
+FLAGS = ["-std=gnu11", "-O2", "-g0", "-Wall", "-Wextra", "-Werror"]
+BARE = [
     "-ffreestanding",
     "-fno-builtin",
     "-fno-stack-protector",
@@ -53,14 +48,25 @@ FLAGS = [
 ]
 
 
-def compile_interpreter(output: Path) -> None:
-    """Compile `interpreter.c` to `output` with `$CC` (default `cc`); replaces it atomically."""
+HARDENED = ["-fPIE", "-pie", "-fstack-protector-strong", "-Wl,-z,relro,-z,now"]
+
+# program: (source, compiler flags, libraries)
+PROGRAMS: dict[str, tuple[str, list[str], list[str]]] = {
+    "_interpreter": ("interpreter.c", BARE, []),
+    "_nat": ("nat.c", HARDENED, ["-ldl"]),
+}
+
+
+def compile_program(directory: Path, program: str) -> None:
+    """Compile a program into `directory` with `$CC` (default `cc`); replaces it atomically."""
+    source, flags, libraries = PROGRAMS[program]
+    output = directory / program
     compiler = os.environ.get("CC", "cc").split()
     if shutil.which(compiler[0]) is None:
         sys.exit(f"deltabox needs a C compiler to build: {compiler[0]!r} is not installed")
     output.parent.mkdir(parents=True, exist_ok=True)
     fresh = output.with_name(f"{output.name}.{os.getpid()}")
-    command = [*compiler, *FLAGS, "-o", str(fresh), str(SOURCE)]
+    command = [*compiler, *FLAGS, *flags, "-o", str(fresh), str(SOURCES / source), *libraries]
     print(" ".join(command), flush=True)
     try:
         subprocess.run(command, check=True)
@@ -73,10 +79,10 @@ def compile_interpreter(output: Path) -> None:
 class BuildInterpreter(Command):
     """`build_interpreter`: a sub-command of `build`, after setuptools' SubCommand protocol."""
 
-    description = "compile deltacr/interpreter.c"
+    description = "compile deltacr/*.c"
     user_options: ClassVar[list[tuple[str, str | None, str]]] = [
         ("build-lib=", None, "directory to build into"),
-        ("inplace", "i", "put the program beside its source"),
+        ("inplace", "i", "put the programs beside their sources"),
     ]
     boolean_options: ClassVar[list[str]] = ["inplace"]
 
@@ -93,19 +99,20 @@ class BuildInterpreter(Command):
         self.set_undefined_options("build_py", ("build_lib", "build_lib"))
 
     def run(self) -> None:
-        compile_interpreter(self._output())
+        for program in PROGRAMS:
+            compile_program(self._directory(), program)
 
-    def _output(self) -> Path:
+    def _directory(self) -> Path:
         if self.inplace or self.editable_mode:
-            return Path("src") / PACKAGE / PROGRAM
+            return SOURCES
         assert self.build_lib is not None
-        return Path(self.build_lib) / PACKAGE / PROGRAM
+        return Path(self.build_lib) / PACKAGE
 
     def get_source_files(self) -> list[str]:
-        return sorted(str(p) for p in SOURCE.parent.glob("*.[ch]"))
+        return sorted(str(p) for p in SOURCES.glob("*.[ch]"))
 
     def get_outputs(self) -> list[str]:
-        return [str(self._output())]
+        return [str(self._directory() / program) for program in PROGRAMS]
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}

@@ -222,6 +222,17 @@ def _btrfs() -> None:
             linux.in_child(body)
 
 
+def _nat() -> str:
+    linux.ask_tun()
+    carrier = Path(__file__).parent / "deltacr" / "_nat"
+    if not carrier.exists():
+        raise ProbeFailed(f"{carrier} is missing: the package was not built")
+    said = subprocess.run([carrier, "--check"], check=False, capture_output=True, text=True)
+    if said.returncode != 0:
+        raise ProbeFailed(said.stdout.strip() or said.stderr.strip())
+    return f"libslirp {said.stdout.strip()}"
+
+
 def _cgroup_mounts() -> dict[str, Path]:
     """Controller (or "unified") -> where its hierarchy is mounted."""
     found: dict[str, Path] = {}
@@ -496,6 +507,14 @@ FEATURES: tuple[Feature, ...] = (
         "sandboxes without a limit of processes",
         False,
         _controller("pids"),
+    ),
+    Feature(
+        "libslirp and the tun driver",
+        'network="nat": outgoing connections out of a network of the sandbox\'s own',
+        "apt-get install libslirp0; modprobe tun, or a kernel with CONFIG_TUN.",
+        'everything but network="nat"',
+        False,
+        _nat,
     ),
     Feature(
         "PAGEMAP_SCAN",

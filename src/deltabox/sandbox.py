@@ -96,7 +96,7 @@ class Sandbox:
         memory_limit: str | int | None = None,
         pids_limit: int | None = None,
         disk_limit: str | int | None = None,
-        network: Literal["none", "host"] = "none",
+        network: Literal["none", "nat", "host"] = "none",
         hostname: str = "sandbox",
         on_external: Literal["reset", "refuse"] = "reset",
         max_memory: str | int | None = None,
@@ -111,8 +111,10 @@ class Sandbox:
         memory_limit, disk_limit: bytes, or a string such as `"2G"`. The disk limit holds for the
             sandbox with all its checkpoints and forks together.
         pids_limit: the most processes and threads it may have.
-        network: `"none"`: a loopback interface only. `"host"`: the host's own network, *unsafe*:
-            programs inside reach whatever the host does, its local services too.
+        network: `"none"`: a loopback interface only. `"nat"`: outgoing connections and DNS as well,
+            in a network of its own; the host's loopback services are out of reach. `"host"`: the
+            host's own network, *unsafe*: programs inside reach whatever the host does, its local
+            services too.
         hostname: its name. Over `/` it also gets a machine id of its own.
         on_external: what becomes of TCP connections to the outside, which cannot be had twice.
             `"reset"`: after a rollback or in a fork they are as after a reset by the peer.
@@ -123,8 +125,8 @@ class Sandbox:
         Raises `HostUnsupported` where the engine cannot run, `ValueError` for a base that is no
         directory, `NoSpace`.
         """
-        if network not in ("none", "host"):
-            raise ValueError(f"network is 'none' or 'host', not {network!r}")
+        if network not in ("none", "nat", "host"):
+            raise ValueError(f"network is 'none', 'nat' or 'host', not {network!r}")
         if not isinstance(hostname, str) or not _HOSTNAME.fullmatch(hostname):
             raise ValueError(
                 f"a host name has up to 64 letters, digits, '-' and '.', unlike {hostname!r}"

@@ -91,12 +91,15 @@ def seed_program(root: str) -> Program:
     _mount(program, do, none, "/", None, _MS_REC | _MS_SLAVE)
     _mount(program, do, none, root, "tmpfs", 0, "mode=0755,size=1m")
     do.call(nr.CHDIR, program.text(root))
-    for directory in ("proc", "sys", "dev", "mnt"):
+    for directory in ("proc", "sys", "dev", "dev/net", "mnt"):
         do.call(nr.MKDIRAT, AT_FDCWD, program.text(directory), 0o755)
     for name, (major, minor) in DEVICES.items():
         path = program.text(f"dev/{name}")
         do.call(259, AT_FDCWD, path, 0o020666, major << 8 | minor, what="mknodat")
         do.call(268, AT_FDCWD, path, 0o666, what="fchmodat")  # mknod obeys the umask
+    tun = program.text("dev/net/tun")  # for network.py; sandboxes do not get it
+    do.call(259, AT_FDCWD, tun, 0o020600, 10 << 8 | 200, what="mknodat")
+    do.call(268, AT_FDCWD, tun, 0o666, what="fchmodat")
     _mount(program, do, program.text("proc"), "proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     _mount(program, do, program.text("sysfs"), "sys", "sysfs", _MS_RDONLY)
     dot = program.text(".")
@@ -167,25 +170,6 @@ def user_namespace_program(owner: int) -> Program:
     program.root.barrier(0, 2)
     body.barrier(0, 2)
     body.call(34)  # pause(2), until the keeper has written the maps and ends it
-    return program
-
-
-def network_program() -> Program:
-    """Run by a door: a task in a network namespace of its own with `lo` up, until it is ended.
-
-    Making one takes as long as all the rest of PID 1, so they are made ahead of need.
-    """
-    program = Program()
-    body = program.sequence("network namespace")
-    arguments = program.clone_args(
-        flags=ns.CLONE_VM | ns.CLONE_PARENT | ns.CLONE_NEWNET, stack=program.stack()
-    )
-    program.root.clone(arguments, body, save=program.result)
-    body.call(nr.PRCTL, PR_SET_PDEATHSIG, SIGKILL)
-    _loopback_up(program, body)
-    program.root.barrier(0, 2)
-    body.barrier(0, 2)
-    body.call(34)  # pause(2)
     return program
 
 
@@ -367,12 +351,3 @@ def _new_mount(
     )
     do.call(nr.CLOSE, mount)
     do.call(nr.CLOSE, context)
-
-
-def _loopback_up(program: Program, do: Sequence) -> None:
-    """SIOCSIFFLAGS with IFF_UP | IFF_RUNNING on lo (netdevice(7))."""
-    sock = program.variable()
-    request = program.data(b"lo".ljust(16, b"\0") + struct.pack("<H", 0x41) + bytes(22))
-    do.call(nr.SOCKET, 2, 2 | 0o2000000, 0, save=sock)
-    do.call(nr.IOCTL, sock, 0x8914, request, what="lo up")
-    do.call(nr.CLOSE, sock)

@@ -27,7 +27,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import CheckpointError, DeltaBoxError, HostUnsupported, RollbackError
+from ..errors import (
+    CheckpointError,
+    DeltaBoxError,
+    HostUnsupported,
+    RollbackError,
+    UnsupportedState,
+)
 from ..linux import cgroup
 from ..linux.cgroup import remove as remove_cgroup
 from . import boot, checkpoint
@@ -35,10 +41,11 @@ from .asked import Asked
 from .live import Exit as Exit
 from .live import Live, WorldState
 from .model import External
+from .network import Network, Networks
 from .objects import terminals
 from .objects.ghosts import Attic
 from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
-from .records import Program, Sealed, Var
+from .records import SLOTS, Program, Sealed, Var
 from .stash import duplicate, plan
 from .template import Template
 
@@ -138,7 +145,7 @@ class Tree:
         self._blanks: deque[Template] = deque()
         self._world: WorldState | None = None  # of an untouched sandbox; the same for all
         self._groups: deque[Path] = deque()
-        self._networks: deque[int] = deque()
+        self._networks: deque[Network] = deque()
         self._group_count = 0
         self._starting = 0
         self._templates: set[Template] = set()
@@ -161,6 +168,8 @@ class Tree:
             cgroup.make(self._templates_group, controllers=False)
             for controller in ("memory", "pids"):
                 self._join_legacy(controller)
+            self._maker = Networks(network, first_uid)
+            undo.callback(self._maker.close)
             self._first = self._blank()
             undo.pop_all()
 
@@ -214,6 +223,14 @@ class Tree:
         at_instant: Callable[[], T],
     ) -> tuple[Template, T]:
         """Capture a tree into a fresh template; see `checkpoint.take`."""
+        if not live.network.carried:
+            raise UnsupportedState(
+                "the sandbox's eth0 is dead, because it was deleted inside or the process that "
+                "carries its packets has ended; a rollback or fork has a new one",
+                pid=1,
+                process="init",
+                object="network",
+            )
         blank = self._successor(live)
         try:
             taken = checkpoint.take(
@@ -248,9 +265,11 @@ class Tree:
             templates = list(self._templates)
         for template in templates:
             template.close()
-        for fd in [self.userns, *self._networks]:
-            os.close(fd)
+        for network in self._networks:
+            network.close()
         self._networks.clear()
+        self._maker.close()
+        os.close(self.userns)
         self._remove_groups()
 
     # -- inner --------------------------------------------------------------------------------
@@ -274,7 +293,7 @@ class Tree:
             undo.callback(os.close, group_fd)
             keep = undo.enter_context(contextlib.ExitStack())
             network = self._take_network()
-            undo.callback(os.close, network)
+            undo.callback(network.close)
             requests, inner_requests = pair()
             keep.callback(requests.close)
             reports, inner_reports = pair()
@@ -285,7 +304,7 @@ class Tree:
             fds |= {
                 "cgroup": group_fd,
                 "root": root_mount,
-                "network": network,
+                "network": network.namespace,
                 "requests": inner_requests.fileno(),
                 "reports": inner_reports.fileno(),
             }
@@ -303,7 +322,14 @@ class Tree:
                 inner_requests.close()
                 inner_reports.close()
             init = run.variable(pid)
-            live = Live(init=init, group=group, requests=requests, reports=reports, slot=slot)
+            live = Live(
+                init=init,
+                group=group,
+                network=network,
+                requests=requests,
+                reports=reports,
+                slot=slot,
+            )
             try:
                 live.peer.answer(run)
                 live.attach(self._world)
@@ -321,7 +347,7 @@ class Tree:
             keep.pop_all()
             undo.pop_all()
             os.close(group_fd)
-            os.close(network)
+            network.entered()
         return live
 
     def _take_group(self) -> Path:
@@ -345,25 +371,21 @@ class Tree:
         cgroup.set_limits(group, memory=self.memory_limit, pids=self.pids_limit, version=2)
         return group
 
-    def _take_network(self) -> int:
-        """A network namespace nobody has used (a descriptor of it)."""
-        with self._lock:
-            if self._networks:
-                return self._networks.popleft()
-        return self._new_network()
+    def _take_network(self) -> Network:
+        """A network namespace nobody has used."""
+        while True:
+            with self._lock:
+                network = self._networks.popleft() if self._networks else None
+            if network is None:
+                return self._new_network()
+            if network.carried:
+                return network
+            network.close()
 
-    def _new_network(self) -> int:
-        if self.network == "host":
-            return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    def _new_network(self) -> Network:
         slot = self._origin.take_slot()
         try:
-            run = self._origin.door.run(_NETWORK, slot)
-            pid = run.variable(_NETWORK_PID)
-            task = own_task(pid)
-            try:
-                return os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-            finally:
-                end_task(task)
+            return self._maker.make(self._origin.door, slot)
         finally:
             self._origin.give_slot(slot)
 
@@ -372,6 +394,7 @@ class Tree:
             self._groups.append(group)
 
     def _ended(self, live: Live, template: Template, slot: int) -> None:
+        live.network.leave()
         self._give_group(live.group)
         template.give_slot(slot)
         with self._lock:
@@ -485,9 +508,9 @@ class Tree:
             door_fd = own_task(door_pid)
             undo.callback(end_task, door_fd)
             door = Peer(door_mine)
-            # Until it serves, the door executes records in the template's own control memory,
-            # which the next program of the template replaces.
-            door.run(Program().seal(), 1)
+            # Until the door serves it reads its records from slot 0 of the memory it shares with
+            # the template, whose next program will be mapped over them.
+            door.run(Program().seal(), SLOTS - 1)
             undo.pop_all()
         made = Template(peer, door, template_fd, door_fd, template_pid)
         with self._lock:
@@ -517,7 +540,7 @@ class Tree:
                     blank = self._blank()
                     with self._lock:
                         self._blanks.append(blank)
-            except (OSError, ProgramFailed, PeerGone) as error:
+            except (OSError, ProgramFailed, PeerGone, HostUnsupported) as error:
                 log.warning("nothing could be made ahead: %s", error)
 
     def _make_user_namespace(self) -> int:
@@ -592,7 +615,3 @@ def _end_first(pid: int) -> None:
     if pid > 0:
         with contextlib.suppress(ProcessLookupError):
             end_task(own_task(pid))
-
-
-_network_program = boot.network_program()
-_NETWORK, _NETWORK_PID = _network_program.seal(), _network_program.result

@@ -33,6 +33,7 @@ from ..linux.terminal import TIOCSCTTY
 from .boot import SIGCHLD
 from .interrupted import Waits
 from .model import Capture
+from .network import Network
 from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
 from .peer import Peer, PeerGone, ProgramFailed, insist
 from .records import Program, Ref, Sealed, Var
@@ -75,9 +76,17 @@ class Live:
     """One process tree with its namespaces. Made by `Tree.boot` and `Tree.restore`."""
 
     def __init__(
-        self, *, init: int, group: Path, requests: socket.socket, reports: socket.socket, slot: int
+        self,
+        *,
+        init: int,
+        group: Path,
+        network: Network,
+        requests: socket.socket,
+        reports: socket.socket,
+        slot: int,
     ) -> None:
         self.init = init
+        self.network = network
         self.pidfd = os.pidfd_open(init)
         self.group = group
         self.peer = Peer(requests)

@@ -184,12 +184,20 @@ def _verify_writable(root: int) -> None:
         raise DeltaBoxError("the sandbox's root came up read-only")
 
 
-def skeleton(layer: Layer, base: Path, hide: Sequence[str], *, hostname: str = "sandbox") -> None:
+def skeleton(
+    layer: Layer,
+    base: Path,
+    hide: Sequence[str],
+    *,
+    hostname: str = "sandbox",
+    resolver: str | None = None,
+) -> None:
     """Furnish a tree's first layer, before its first mount.
 
     Mount points, an empty `/dev` of our own (the devices are regular files to bind the host's
     nodes onto), and whiteouts for `hide`. Over the host's own `/` also an empty `/tmp` and
-    `/run`, a host name, a machine id, and the password files without their hashes.
+    `/run`, a host name, a machine id, and the password files without their hashes. `resolver` is
+    the content of an `/etc/resolv.conf` for a base that has an `/etc`.
     """
     whole_host = os.path.samefile(base, "/")
     tree = _clone(base)
@@ -216,6 +224,8 @@ def skeleton(layer: Layer, base: Path, hide: Sequence[str], *, hostname: str = "
         else:
             upper.directory("tmp", 0o1777)
         upper.directory(OWN_DIRECTORY.lstrip("/"), 0o755)
+        if resolver is not None:
+            upper.configure("etc/resolv.conf", resolver.encode())
         for pattern in hide:
             for path in upper.matches(pattern):
                 upper.hide(path)
@@ -284,6 +294,12 @@ class _Upper:
             lower = self._lower(path.lstrip("/"))
             if lower is not None and stat.S_ISREG(lower.st_mode):
                 self.file(path.lstrip("/"), made, 0o444)
+
+    def configure(self, path: str, data: bytes) -> None:
+        """A regular file in a directory of the base, if that is one."""
+        lower = self._lower(os.path.dirname(path))
+        if lower is not None and stat.S_ISDIR(lower.st_mode):
+            self.file(path, data, 0o644)
 
     def redact(self, path: str) -> None:
         """The base's password file, every hash replaced by a lock."""

@@ -29,6 +29,7 @@ from typing import Any
 
 from ..deltacr import notify
 from ..deltacr.engine import Engine, Live, Template
+from ..deltacr.network import resolver
 from ..deltafs import find, root
 from ..deltafs.image import Image
 from ..deltafs.layers import Layer, Snapshot
@@ -115,6 +116,7 @@ class Tree:
         self.name = name
         self.base = base
         self.hide = tuple(hide)
+        self.network = network
         self.directory = directory
         self.first_uid = first_uid
         self.pump = pump
@@ -162,7 +164,7 @@ class Tree:
         with ExitStack() as undo:
             layer = self.image.blank()
             undo.callback(self.image.delete, layer)
-            root.skeleton(layer, self.base, self.hide, hostname=hostname)
+            root.skeleton(layer, self.base, self.hide, hostname=hostname, resolver=self._resolver())
             self.origin = self.image.snapshot(layer)
             mount = root.root_mount(self.base_fd, layer, self.engine.userns, self.owner)
             try:
@@ -178,6 +180,16 @@ class Tree:
                 self.boxes[box.number] = box
             undo.pop_all()
         return box
+
+    def _resolver(self) -> str | None:
+        """The resolv.conf that the sandboxes need instead of the base's."""
+        if self.network != "nat":
+            return None
+        try:
+            with open("/etc/resolv.conf", errors="replace") as host:
+                return resolver(host)
+        except FileNotFoundError:
+            return resolver(())
 
     def _box_number(self) -> str:
         return f"{self.name}-{self.next_number()}"

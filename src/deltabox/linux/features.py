@@ -569,6 +569,15 @@ def btrfs_subvolume(parent: str, name: str) -> None:
         os.close(fd)
 
 
+def ask_tun() -> None:
+    """The tun driver is there; opening its device loads it where it is a module."""
+    try:
+        os.close(os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:  # of /dev only: the engine makes a node of its own
+        if "tun" not in Path("/proc/misc").read_text().split():
+            raise ProbeFailed("the kernel has no tun driver") from None
+
+
 def try_into_cgroup(directory: Path) -> None:
     """Make a child straight into the cgroup (CLONE_INTO_CGROUP, 5.7)."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

@@ -159,7 +159,7 @@ def start_time(pid: int) -> int:
 
 
 def network_state(init: int) -> bytes:
-    """What describes a network namespace that nobody has touched."""
+    """What describes a network namespace that nobody has touched; `init` has its sysfs on /sys."""
     names = ("dev", "route", "fib_trie", "if_inet6", "ipv6_route")
     parts = []
     for name in names:
@@ -168,13 +168,24 @@ def network_state(init: int) -> bytes:
         except FileNotFoundError:
             continue
         if name == "dev":  # without the counters
-            text = b"\n".join(line.split(b":")[0] for line in text.splitlines())
+            devices = [line.split(b":")[0].strip().decode() for line in text.splitlines()[2:]]
+            text = b"\n".join(_interface(init, device) for device in sorted(devices))
         elif name == "ipv6_route":
             text = b"\n".join(line[:70] for line in text.splitlines())
         elif name == "route":
             text = b"\n".join(b" ".join(line.split()[:4]) for line in text.splitlines())
         parts.append(text)
     return b"\0".join(parts)
+
+
+def _interface(init: int, name: str) -> bytes:
+    parts = [name.encode()]
+    for attribute in ("flags", "mtu", "address"):
+        try:
+            parts.append(read(f"/proc/{init}/root/sys/class/net/{name}/{attribute}").strip())
+        except OSError:  # renamed or deleted at this moment: it differs from what it was
+            parts.append(b"?")
+    return b" ".join(parts)
 
 
 def mount_count(init: int) -> int:
