@@ -38,6 +38,7 @@ from ..linux import cgroup
 from ..linux.cgroup import remove as remove_cgroup
 from . import boot, checkpoint
 from .asked import Asked
+from .groups import Groups
 from .live import Exit as Exit
 from .live import Live, WorldState
 from .model import External
@@ -139,35 +140,29 @@ class Tree:
         self.reference = -1  # a root over the base alone, which nobody writes to
         self.base = -1  # a descriptor of the base's root, once the keeper has mounted it
         self.born = time.time()
-        self.memory_limit = memory_limit
-        self.pids_limit = pids_limit
         self._lives: set[Live] = set()
         self._blanks: deque[Template] = deque()
         self._world: WorldState | None = None  # of an untouched sandbox; the same for all
-        self._groups: deque[Path] = deque()
         self._networks: deque[Network] = deque()
-        self._group_count = 0
         self._starting = 0
         self._templates: set[Template] = set()
         self._first: Template | None = None
         self._lock = threading.Lock()
         self._refill_lock = threading.Lock()
         self._closed = False
-        self.group = engine.group / name
         self.userns = self._make_user_namespace()
-        self._legacy: list[Path] = []
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self.userns)
-            undo.callback(self._remove_groups)
-            self._made(self.group)
-            cgroup.make(self.group, controllers=True)
-            # The door clones into groups of this tree, so the tree's root must own the two files
-            # the kernel checks (cgroups(7), delegation): the target's and the common ancestor's.
-            os.chown(self.group / "cgroup.procs", self.owner, self.owner)
-            self._templates_group = self.group / "templates"
-            cgroup.make(self._templates_group, controllers=False)
-            for controller in ("memory", "pids"):
-                self._join_legacy(controller)
+            self.groups = Groups(
+                engine.group,
+                name,
+                owner=first_uid,
+                memory=memory_limit,
+                pids=pids_limit,
+                on_made=engine.on_made,
+                on_gone=engine.on_gone,
+            )
+            undo.callback(self.groups.remove)
             self._maker = Networks(network, first_uid)
             undo.callback(self._maker.close)
             self._first = self._blank()
@@ -270,7 +265,7 @@ class Tree:
         self._networks.clear()
         self._maker.close()
         os.close(self.userns)
-        self._remove_groups()
+        self.groups.remove()
 
     # -- inner --------------------------------------------------------------------------------
 
@@ -287,8 +282,8 @@ class Tree:
             # room for one tree more, or a rollback would meet the limits that the old one has hit
             self._change_starting(1)
             undo.callback(self._change_starting, -1)
-            group = self._take_group()
-            undo.callback(self._give_group, group)
+            group = self.groups.take()
+            undo.callback(self.groups.give, group)
             group_fd = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(os.close, group_fd)
             keep = undo.enter_context(contextlib.ExitStack())
@@ -350,27 +345,6 @@ class Tree:
             network.entered()
         return live
 
-    def _take_group(self) -> Path:
-        """An empty group for one process tree.
-
-        Groups are kept and used again: making or removing one waits for the kernel's RCU, several
-        milliseconds when it happens often.
-        """
-        with self._lock:
-            if self._groups:
-                return self._groups.popleft()
-        return self._new_group()
-
-    def _new_group(self) -> Path:
-        with self._lock:
-            self._group_count += 1
-            group = self.group / f"box-{self._group_count}"
-        self._made(group)
-        group.mkdir()
-        os.chown(group / "cgroup.procs", self.owner, self.owner)
-        cgroup.set_limits(group, memory=self.memory_limit, pids=self.pids_limit, version=2)
-        return group
-
     def _take_network(self) -> Network:
         """A network namespace nobody has used."""
         while True:
@@ -389,17 +363,13 @@ class Tree:
         finally:
             self._origin.give_slot(slot)
 
-    def _give_group(self, group: Path) -> None:
-        with self._lock:
-            self._groups.append(group)
-
     def _ended(self, live: Live, template: Template, slot: int) -> None:
         live.network.leave()
-        self._give_group(live.group)
+        self.groups.give(live.group)
         template.give_slot(slot)
         with self._lock:
             self._lives.discard(live)
-        self._scale_legacy()
+        self._scale_groups()
 
     def prepare(self, live: Live) -> None:
         """Make the template of a live tree's next checkpoint ahead; for the caller's background.
@@ -481,7 +451,7 @@ class Tree:
     def _blank(self, base: Template | None = None) -> Template:
         """A template with its door, forked from the seed or from another template."""
         with contextlib.ExitStack() as undo:
-            cgroup_fd = os.open(self._templates_group, os.O_RDONLY | os.O_CLOEXEC)
+            cgroup_fd = os.open(self.groups.templates, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 mine, theirs = pair()
                 undo.callback(mine.close)
@@ -495,8 +465,7 @@ class Tree:
             template_fd = own_task(template_pid)
             undo.callback(end_task, template_fd)
             if self._first is None:
-                for group in self._legacy:
-                    (group / "cgroup.procs").write_text(str(template_pid))
+                self.groups.join(template_pid)
             door_mine, door_theirs = pair()
             undo.callback(door_mine.close)
             program = boot.door_program()
@@ -516,8 +485,8 @@ class Tree:
         with self._lock:
             self._templates.add(made)
         made.on_close = lambda: self._closed_template(made)
-        made.on_size = self._scale_legacy
-        self._scale_legacy()
+        made.on_size = self._scale_groups
+        self._scale_groups()
         return made
 
     def _take_blank(self) -> Template:
@@ -530,8 +499,8 @@ class Tree:
         """Make spare templates, groups and network namespaces; for the caller's background."""
         with self._refill_lock:
             try:
-                while not self._closed and len(self._groups) < _SPARE:
-                    self._give_group(self._new_group())
+                while not self._closed and self.groups.spare < _SPARE:
+                    self.groups.stock()
                 while not self._closed and len(self._networks) < _SPARE:
                     network = self._new_network()
                     with self._lock:
@@ -555,59 +524,23 @@ class Tree:
         finally:
             end_task(task)
 
-    def _join_legacy(self, controller: str) -> None:
-        """Limits through version 1, for the whole tree, where version 2 lacks the controller."""
-        root = cgroup.hierarchies().get(controller)
-        if root is None or cgroup.in_version_2(controller):
-            return
-        group = root / self.engine.name / self.name
-        self._made(group.parent)
-        self._made(group)
-        group.mkdir(parents=True, exist_ok=True)
-        self._legacy.append(group)
-        self._scale_legacy()
-
-    def _scale_legacy(self) -> None:
-        """Version 1 limits are the tree's: every live sandbox's share, and what is ours on top."""
-        if not self._legacy:
-            return
+    def _scale_groups(self) -> None:
+        """The templates' memory is charged to the tree: its limit follows what they hold."""
         with self._lock:
             lives = max(1, len(self._lives) + self._starting)
             ours = list(self._templates)
-        memory = sum(t.memory_bytes + t.memory_bytes // 64 + _OWN_MEMORY for t in ours)
-        for group in self._legacy:
-            with contextlib.suppress(FileNotFoundError):
-                cgroup.set_limits(
-                    group,
-                    memory=self.memory_limit and self.memory_limit * lives + memory,
-                    pids=self.pids_limit and (self.pids_limit + 1) * lives + 2 * len(ours) + 2,
-                    version=1,
-                )
+        held = sum(t.memory_bytes + t.memory_bytes // 64 + _OWN_MEMORY for t in ours)
+        self.groups.scale(lives=lives, templates=len(ours), held=held)
 
     def _change_starting(self, by: int) -> None:
         with self._lock:
             self._starting += by
-        self._scale_legacy()
+        self._scale_groups()
 
     def _closed_template(self, template: Template) -> None:
         with self._lock:
             self._templates.discard(template)
-        self._scale_legacy()
-
-    def _made(self, group: Path) -> None:
-        self.engine.on_made("cgroup", str(group))
-
-    def _remove_groups(self) -> None:
-        for group in [*self._legacy, self.group]:
-            with contextlib.suppress(FileNotFoundError):
-                cgroup.remove(group)
-            self.engine.on_gone("cgroup", str(group))
-        for number in range(1, self._group_count + 1):
-            self.engine.on_gone("cgroup", str(self.group / f"box-{number}"))
-        for group in self._legacy:
-            # the engine's own group in that hierarchy goes with its last tree
-            with contextlib.suppress(OSError):
-                group.parent.rmdir()
+        self._scale_groups()
 
 
 def _end_first(pid: int) -> None:
