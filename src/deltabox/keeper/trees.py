@@ -446,8 +446,8 @@ class Tree:
             self.nodes.clear()
             self.names.clear()
         for node in nodes:
-            if node.spare is not None:
-                steps.append(lambda fd=node.spare.mount: os.close(fd))  # type: ignore[misc]
+            # looked at only when its turn comes: the background may be making it now
+            steps.append(functools.partial(_close_spare, node))
             steps.append(node.template.close)
         steps += [
             self.engine.close,
@@ -461,6 +461,13 @@ class Tree:
                 step()
             except Exception:
                 log.exception("closing tree %s", self.name)
+
+
+def _close_spare(node: Node) -> None:
+    """Let go of a spare's mount; its files go with the image."""
+    if node.spare is not None:
+        os.close(node.spare.mount)
+        node.spare = None
 
 
 def close_handles(box: Box, handles: dict[int, Handle]) -> None:
