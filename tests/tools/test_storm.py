@@ -8,6 +8,7 @@ instants themselves are as random as the machine is).
 
 from __future__ import annotations
 
+import difflib
 import os
 import random
 import time
@@ -93,6 +94,15 @@ def _end(sandbox: Sandbox, work: Process) -> tuple[int, str, str]:
     return code, work.stdout.read(timeout=10), work.stderr.read(timeout=10)
 
 
+def _compare(found: tuple[int, str, str], expected: tuple[int, str, str], done: int) -> None:
+    if found == expected:
+        return
+    (code, out, error), (_, right, _) = found, expected
+    lines = difflib.unified_diff(right.splitlines(), out.splitlines(), "expected", "found", n=1)
+    differ = "\n".join(lines)
+    pytest.fail(f"after {done} rollbacks it ended with {code}, with output\n{differ}\n{error}")
+
+
 def _storm(sandbox: Sandbox, rollbacks: int) -> None:
     seed = int(os.environ.get("STORM_SEED", random.randrange(1 << 32)))
     print(f"STORM_SEED={seed}")
@@ -109,7 +119,7 @@ def _storm(sandbox: Sandbox, rollbacks: int) -> None:
     while done < rollbacks:
         time.sleep(chance.random() * 0.1)
         if work.exit_code is not None:
-            assert _end(sandbox, work) == expected, f"after {done} rollbacks"
+            _compare(_end(sandbox, work), expected, done)
             ended += 1
             work = _start(sandbox)
             since = time.monotonic()
@@ -125,7 +135,7 @@ def _storm(sandbox: Sandbox, rollbacks: int) -> None:
         checkpoint.delete()
         if time.monotonic() - since > 4 * _PROMPT:
             pytest.fail(f"the work does not get on after {done} rollbacks:\n{_hanging(sandbox)}")
-    assert _end(sandbox, work) == expected, f"after all {done} rollbacks"
+    _compare(_end(sandbox, work), expected, done)
     print(f"{done} rollbacks, {ended + 1} rounds; refused: {dict(refused)}")
     assert refused.total() * 100 <= _REFUSALS * rollbacks
 
