@@ -1,0 +1,151 @@
+"""A busy machine, checkpointed at random instants and rolled back at later ones, ends as if nothing
+had happened.
+
+The work compiles, installs, tests and pipes, round after round; what it prints must be the very
+same as without us. Each storm is told by its seed, which it prints: `STORM_SEED` repeats it (the
+instants themselves are as random as the machine is).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import random
+import time
+from collections import Counter
+
+import pytest
+
+from deltabox import Process, Sandbox, UnsupportedState
+
+from . import workload
+
+_WORK = r"""
+set -eu -o pipefail
+trap 'echo "line $LINENO: $BASH_COMMAND: $?" >&2' ERR
+cd /root/work
+for round in 1 2; do
+  make -s -C project clean
+  make -s -j2 -C project
+  project/program
+
+  venv/bin/pip install -q --no-index --no-build-isolation --disable-pip-version-check \
+    packages/made-$round.0.tar.gz packages/wheeled-$round.0-py3-none-any.whl
+  venv/bin/python -c 'import made, wheeled
+print(made.VERSION, made.TOTAL, wheeled.VERSION, wheeled.TOTAL)'
+
+  (cd boltons; PYTHONPATH=../site python3 -m pytest -q -p no:cacheprovider -c tox.ini --color=no \
+    --deselect tests/test_setutils.py --ignore tests/test_fileutils.py \
+    tests/test_[a-d]*.py tests/test_[l-z]*.py) | sed 's/ in [0-9.]*s.*//'
+
+  seq 1 20000 | sort -r | awk '{ s += $1 } NR <= 3 { print } END { print s }'
+  tar cf - boltons site | tee >(wc -c >copied) | tar tf - | sort | md5sum
+  find boltons -name '*.py' | xargs -P2 -n3 sha256sum | sort | sha256sum
+  for n in 1 2 3; do (sleep 0.01; echo $n >after.$n) & done; wait
+  cat after.?
+  python3 -c "
+import subprocess, threading
+def ask(n):
+    print(subprocess.check_output(['sh', '-c', f'sleep 0.0{n}; echo {n} {n}'], text=True), end='')
+for n in range(4):
+    one = threading.Thread(target=ask, args=(n,)); one.start(); one.join()"
+  rm -rf copied after.?
+done
+echo done
+"""
+_PROMPT = 120  # seconds for one round of work that takes some ten, however loaded the machine
+_REFUSALS = 20  # of a hundred instants, at most this many
+
+
+def _prepared(sandbox: Sandbox) -> None:
+    home = workload.HOME
+    workload.library_and_pytest(sandbox, home)
+    workload.virtual_environment(sandbox, f"{home}/venv")
+    workload.c_project(sandbox, f"{home}/project", files=6, functions=20)
+    for version in ("1.0", "2.0"):
+        made, wheeled = workload.source("made", version, 5), workload.wheel("wheeled", version, 60)
+        workload.packages(sandbox, f"{home}/packages", made, wheeled)
+    sandbox.files.write_text(f"{home}/work.sh", _WORK)
+
+
+def _hanging(sandbox: Sandbox) -> str:
+    """Who waits in what."""
+    look = r"""
+ps -eo pid,ppid,pgid,sid,stat,wchan:30,args
+for process in /proc/[0-9]*; do
+  for thread in $process/task/*; do
+    echo "$thread $(cat $thread/comm): $(cat $thread/wchan) $(cat $thread/syscall)"
+    grep -E '^(Sig|Shd)(Pnd|Blk|Ign)' $thread/status | xargs
+  done
+  ls -l $process/fd | sed 's/.* \([0-9]* -> \)/\1/'
+done"""
+    return sandbox.run(["bash", "-c", look], timeout=20).stdout
+
+
+def _start(sandbox: Sandbox) -> Process:
+    return sandbox.spawn(["bash", f"{workload.HOME}/work.sh"])
+
+
+def _end(sandbox: Sandbox, work: Process) -> tuple[int, str, str]:
+    try:
+        code = work.wait(timeout=_PROMPT)
+    except TimeoutError:
+        pytest.fail(f"the work hangs:\n{_hanging(sandbox)}")
+    return code, work.stdout.read(timeout=10), work.stderr.read(timeout=10)
+
+
+def _compare(found: tuple[int, str, str], expected: tuple[int, str, str], done: int) -> None:
+    if found == expected:
+        return
+    (code, out, error), (_, right, _) = found, expected
+    lines = difflib.unified_diff(right.splitlines(), out.splitlines(), "expected", "found", n=1)
+    differ = "\n".join(lines)
+    pytest.fail(f"after {done} rollbacks it ended with {code}, with output\n{differ}\n{error}")
+
+
+def _storm(sandbox: Sandbox, rollbacks: int) -> None:
+    seed = int(os.environ.get("STORM_SEED", random.randrange(1 << 32)))
+    print(f"STORM_SEED={seed}")
+    chance = random.Random(seed)
+    _prepared(sandbox)
+    with sandbox.fork() as calm:
+        expected = _end(calm, _start(calm))
+    assert expected[0] == 0 and expected[1].endswith("done\n") and not expected[2], expected
+
+    work = _start(sandbox)
+    since = time.monotonic()
+    refused: Counter[str] = Counter()
+    done = ended = 0
+    while done < rollbacks:
+        time.sleep(chance.random() * 0.1)
+        if work.exit_code is not None:
+            _compare(_end(sandbox, work), expected, done)
+            ended += 1
+            work = _start(sandbox)
+            since = time.monotonic()
+        try:
+            checkpoint = sandbox.checkpoint()
+        except UnsupportedState as refusal:
+            refused[str(refusal)] += 1
+            continue
+        for _ in range(chance.choice((1, 1, 2))):
+            time.sleep(chance.random() * 0.1)
+            sandbox.rollback(checkpoint)  # back from its end, too
+            done += 1
+        checkpoint.delete()
+        if time.monotonic() - since > 4 * _PROMPT:
+            pytest.fail(f"the work does not get on after {done} rollbacks:\n{_hanging(sandbox)}")
+    _compare(_end(sandbox, work), expected, done)
+    print(f"{done} rollbacks, {ended + 1} rounds; refused: {dict(refused)}")
+    assert refused.total() * 100 <= _REFUSALS * rollbacks
+
+
+@pytest.mark.timeout(300)
+def test_thirty_rollbacks(sandbox: Sandbox) -> None:
+    _storm(sandbox, 30)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_three_hundred_rollbacks(sandbox: Sandbox) -> None:
+    _storm(sandbox, 300)
