@@ -385,6 +385,7 @@ def test_the_kernel_and_we_read_a_filter_alike() -> None:
         if child == 0:
             block = ctypes.create_string_buffer(raw, len(raw))
             header = struct.pack("QQ", len(code), ctypes.addressof(block))
+            ctypes.set_errno(0)
             if libc.syscall(317, 1, 0, header) == 0:
                 libc.syscall(110, *[ctypes.c_long(v) for v in arguments])
                 os.write(w, struct.pack("i", ctypes.get_errno()))
