@@ -132,7 +132,8 @@ def _undisturbed(frozen: Frozen, waits: Waits) -> None:
                 insist(functools.partial(_put_back, tid, memory_fd, frozen, waits))
         finally:
             os.close(memory_fd)
-    waits.forget_others(set(frozen.tids()))
+    if frozen.complete:
+        waits.forget_others(set(frozen.tids()))
 
 
 def _put_back(tid: int, memory_fd: int, frozen: Frozen, waits: Waits) -> None:

@@ -48,6 +48,7 @@ class Frozen:
     stops: dict[int, int] = field(default_factory=dict)  # tid -> signal of its group stop, or 0
     began: float = 0.0
     stopped: float = 0.0  # when the last of them had stopped
+    complete: bool = False  # everybody is in it
 
     def tids(self) -> list[int]:
         return [tid for tids in self.threads.values() for tid in tids]
@@ -72,6 +73,7 @@ def freeze(live: Live, put_back: Callable[[Frozen], None]) -> Iterator[Frozen]:
         try:
             _stop_all(live, frozen)
             frozen.stopped = time.monotonic()
+            frozen.complete = True
             break
         except _Unstoppable as error:
             _give_up(frozen, put_back)
@@ -88,7 +90,7 @@ def freeze(live: Live, put_back: Callable[[Frozen], None]) -> Iterator[Frozen]:
         try:
             put_back(frozen)
         finally:
-            _thaw(frozen)
+            _thaw(frozen, put_back)
 
 
 def _give_up(frozen: Frozen, put_back: Callable[[Frozen], None]) -> None:
@@ -96,7 +98,7 @@ def _give_up(frozen: Frozen, put_back: Callable[[Frozen], None]) -> None:
     try:
         put_back(frozen)
     finally:
-        _thaw(frozen)
+        _thaw(frozen, put_back)
 
 
 def _stop_all(live: Live, frozen: Frozen) -> None:
@@ -235,40 +237,72 @@ def _forget(frozen: Frozen, tid: int) -> None:
             tids.remove(tid)
 
 
-def _thaw(frozen: Frozen) -> None:
-    """Let every thread go; one that resists must not keep the others stopped."""
-    running = []
-    for tid in frozen.tids():
+def _thaw(frozen: Frozen, put_back: Callable[[Frozen], None]) -> None:
+    """Let every thread go; one that resists must not keep other processes stopped.
+
+    It does keep the threads of its own.  A traced process is sent even the signals that it ignores
+    (sig_ignored() in kernel/signal.c), such as the end of a child; a thread that runs is woken for
+    one in place of the traced one, and its sigtimedwait(2) would end with EINTR.
+    """
+    resisting: dict[int, int] = {}
+    held: dict[int, list[int]] = {}
+    for pid, tids in frozen.threads.items():
+        # not stopped: a freeze given up half-way, or killed meanwhile
+        slow = [tid for tid in tids if not _is_stopped(tid)]
+        resisting |= dict.fromkeys(slow, pid)
+        rest = [tid for tid in tids if tid not in slow]
+        if slow:
+            held[pid] = rest
+        else:
+            _detach(rest)
+    _detach_resisting(resisting, held, frozen.began, put_back)
+
+
+def _is_stopped(tid: int) -> bool:
+    try:
+        ptrace.get_sigmask(tid)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _detach(tids: list[int]) -> None:
+    for tid in tids:
         try:
-            insist(lambda tid=tid: ptrace.detach(tid))  # type: ignore[misc]
+            insist(functools.partial(ptrace.detach, tid))
         except OSError as error:
             if error.errno != errno.ESRCH:
                 log.error("host thread %d could not be detached: %s", tid, error)
-                continue
-            # not stopped yet (a freeze given up half-way) or killed meanwhile
-            running.append(tid)
-    _detach_running(running)
 
 
-def _detach_running(tids: list[int]) -> None:
+def _detach_resisting(
+    resisting: dict[int, int],
+    held: dict[int, list[int]],
+    began: float,
+    put_back: Callable[[Frozen], None],
+) -> None:
     """Detaching needs a stop, to which a thread in vfork comes when its child has called exec.
 
     All of them are looked at in turn: that child may be another one of them.
     """
-    for tid in tids:
+    for tid in resisting:
         with contextlib.suppress(ProcessLookupError):
             insist(functools.partial(ptrace.interrupt, tid))  # it may not have been asked yet
     deadline = time.monotonic() + _LIMIT
-    left = list(tids)
+    left = dict(resisting)
     while left and time.monotonic() < deadline:
-        left = [tid for tid in left if not _detached(tid)]
+        left = {tid: pid for tid, pid in left.items() if not _detached(tid, pid, began, put_back)}
+        for pid in held.keys() - left.values():
+            _detach(held.pop(pid))
         if left:
             time.sleep(0.0002)
     for tid in left:
         log.warning("host thread %d could not be detached", tid)
+    for tids in held.values():
+        _detach(tids)
 
 
-def _detached(tid: int) -> bool:
+def _detached(tid: int, pid: int, began: float, put_back: Callable[[Frozen], None]) -> bool:
     """Look once; True when the thread is let go, or gone."""
     try:
         status = ptrace.wait(tid, block=False)
@@ -278,6 +312,9 @@ def _detached(tid: int) -> bool:
         return False
     if os.WIFSTOPPED(status):
         held_back = 0 if status >> 16 else ptrace.stop_signal(status)
+        if not held_back:
+            # it was slow to stop, and our interruption has ended the call it was in all the same
+            put_back(Frozen({pid: [tid]}, {tid: 0}, began, time.monotonic()))
         with contextlib.suppress(ProcessLookupError):
             insist(functools.partial(ptrace.detach_with, tid, held_back))
     return True
