@@ -169,7 +169,7 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
 
 def _is_ours(start: int, end: int) -> bool:
     """The interpreter's code, or a restored process's frames."""
-    return (CODE <= start and end <= STACKS) or (FRAMES <= start and end <= CONTROL)
+    return (start >= CODE and end <= STACKS) or (start >= FRAMES and end <= CONTROL)
 
 
 def check_version(memory_fd: int, mapping: Mapping, file: int, refuse: Refuse) -> None:
