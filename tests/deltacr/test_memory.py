@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from deltabox import Sandbox
+import pytest
+
+from deltabox import Sandbox, UnsupportedState
 from tests.probe import Probe, check
 
 _SHAPE = r"""
+def ours(where):
+    return 0x4000_0000_0000 <= int(where.split('-')[0], 16) < 0x5500_0000_0000
 def shape():
     out = []
     for line in open('/proc/self/maps'):
         where, prot, offset, device, inode, *name = line.split()
-        if not where.startswith('3000'):
+        if not ours(where):
             out.append([where, prot, offset, inode, *name])
     return out
 def flags():
@@ -19,7 +23,7 @@ def flags():
         head = line.split()[0]
         if '-' in head and head[0] in '0123456789abcdef':
             where = head
-        elif head == 'VmFlags:' and not where.startswith('3000'):
+        elif head == 'VmFlags:' and not ours(where):
             out[where] = ' '.join(f for f in line.split()[1:] if f != 'sd')
     return out
 """
@@ -146,3 +150,52 @@ def total():
     for checkpoint, expected in reversed(taken):
         sandbox.rollback(checkpoint)
         assert probe.ask("total()") == expected, checkpoint
+
+
+_PLACED = """
+libc.mmap.restype = ctypes.c_size_t
+libc.mmap.argtypes = [ctypes.c_size_t] * 3 + [ctypes.c_int] * 2 + [ctypes.c_size_t]
+libc.munmap.argtypes = [ctypes.c_size_t] * 2
+def place(address, size=4096):
+    found = libc.mmap(address, size, 3, 0x100022, -1, 0)  # MAP_FIXED_NOREPLACE
+    assert found == address, hex(found)
+    return (ctypes.c_uint32 * (size // 4)).from_address(address)
+"""
+
+
+def test_anywhere_a_program_may_choose(sandbox: Sandbox) -> None:
+    """V8 takes 256 KiB at a time, at random addresses of 46 bits; some lie close together."""
+    check(
+        sandbox,
+        setup=_PLACED
+        + """
+import random
+source = random.Random(7)
+chosen = sorted(source.sample(range(1 << 10, 1 << 28), 1500))
+chosen += [chosen[0] + 1, chosen[1] + 7, chosen[1] + 8, (1 << 28) - 1]
+parts = [place(n << 18, 1 << 18) for n in chosen]
+for n, part in enumerate(parts):
+    part[0] = part[40000] = n
+""",
+        report="[[part[0], part[40000]] for part in parts]",
+        change="""
+for part in parts[::3]:
+    part[0] += 1
+libc.munmap(chosen[5] << 18, 1 << 18)
+parts[5] = place(source.randrange(1 << 10, 1 << 28) << 18, 1 << 18)
+parts[5][0] = 77
+""",
+    )
+
+
+@pytest.mark.parametrize("address", [0x4000_1000_0000, 0x4200_0000_0000, 0x54FF_FFFF_F000])
+def test_the_addresses_of_the_engine_are_refused(sandbox: Sandbox, address: int) -> None:
+    probe = Probe.start(sandbox)
+    first = sandbox.checkpoint()
+    sandbox.rollback(first)
+    probe.do(_PLACED + f"place({address})[0] = 5")
+    with pytest.raises(UnsupportedState, match=f"python3.* maps memory at {address:#x}"):
+        sandbox.checkpoint()
+    probe.do(f"libc.munmap({address}, 4096)")
+    sandbox.rollback(sandbox.checkpoint())
+    assert probe.ask("1 + 1") == 2

@@ -33,6 +33,7 @@ from .records import (
     FRAMES,
     OURS,
     OURS_END,
+    STACKS,
     Program,
     Sequence,
 )
@@ -116,10 +117,13 @@ def _entries(host: int) -> list[tuple[re.Match[str], frozenset[str]]]:
 def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Mapping | None:
     low, high, r, w, x, s, offset, major, minor, inode, path = header.groups()
     start, end = int(low, 16), int(high, 16)
-    if path == "[vsyscall]" or OURS <= start < OURS_END:
+    if path == "[vsyscall]" or _is_ours(start, end):
         return None  # the same in every process, or our own few pages in a restored one
     if start < OURS_END and end > OURS:
-        raise refuse("maps memory at the addresses that the engine needs", "mapping")
+        raise refuse(
+            f"maps memory at {start:#x}; the engine needs {OURS:#x}-{OURS_END:#x} for itself",
+            "mapping",
+        )
     prot = (r == "r") | (w == "w") << 1 | (x == "x") << 2
     if path in _VDSO_NAMES:
         return Mapping(start, end, prot, False, 0, "vdso", path, False, flags)
@@ -161,6 +165,11 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
         os.makedev(int(major, 16), int(minor, 16)),
         int(inode),
     )
+
+
+def _is_ours(start: int, end: int) -> bool:
+    """The interpreter's code, or a restored process's frames."""
+    return (start >= CODE and end <= STACKS) or (start >= FRAMES and end <= CONTROL)
 
 
 def check_version(memory_fd: int, mapping: Mapping, file: int, refuse: Refuse) -> None:

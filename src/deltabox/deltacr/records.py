@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 # The address range that is ours in every process we make; interpreter.c has the same numbers.
-OURS = 0x3000_0000_0000
+# Programs that choose addresses at random stay below: V8 and PartitionAlloc take 46 bits of them.
+# The kernel puts executables above 0x5555_5555_4000, everything else higher still.
+OURS = 0x4000_0000_0000
 CODE = OURS
 STACKS = OURS + 0x20_0000
 STACKS_SIZE = 0x1_0000
@@ -27,9 +29,9 @@ CONTROL = OURS + 0x8000_0000
 SLOT = 0x400_0000  # 64 MiB of addresses for each control memory
 SLOTS = 1024
 STASH = OURS + 0x100_0000_0000
-PLACES = 0x4800_0000_0000  # memory that clones share with PID 1 for a moment, by slot
+PLACES = 0x4D00_0000_0000  # memory that clones share with PID 1 for a moment, by slot
 PLACE = 0x2_0000_0000  # 8 GiB for each
-OURS_END = 0x5000_0000_0000
+OURS_END = 0x5500_0000_0000
 
 VARIABLES = 2048
 BARRIERS = 128

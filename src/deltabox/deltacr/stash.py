@@ -3,6 +3,7 @@
 Where a page goes.  The template holds every private page of the tree in a range of addresses far
 from anything a program uses.  A private mapping is stashed whole, at its final address modulo
 1 GiB, so that the mremap(2) which puts it in place in a clone moves page tables instead of entries.
+A small one that lies alone is kept modulo 2 MiB: V8 scatters thousands of those over 64 TiB.
 So is a written private mapping of a *file of the base*: that never changes, and the template maps
 it through a root of its own which shows the base alone.  Pages written in a mapping of any other
 file are copied over a fresh mapping of it, opened by name in the rebuilt root: neither later edits
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ..errors import UnsupportedState
@@ -41,6 +43,8 @@ from .records import (
 )
 
 _GIB = 1 << 30
+_SMALL = 2 << 20  # what one page of the lowest page table maps
+_FEW = 2  # in one GiB
 _IOV_MAX = 1024
 _MAP_GROWSDOWN, _MAP_NORESERVE = 0x100, 0x4000
 _MADV_DONTNEED = 4
@@ -76,24 +80,34 @@ class Stash:
     """What a template holds, and where: by the pid and the start of each mapping."""
 
     held: dict[tuple[int, int], Held] = field(default_factory=dict)
-    windows: dict[int, list[Window]] = field(default_factory=dict)
+    windows: dict[tuple[int, int], list[Window]] = field(default_factory=dict)  # by pid and GiB
     next: int = STASH
 
-    def shift_for(self, pid: int, mapping: Mapping, avoid: int | None) -> int:
+    def shift_for(
+        self, pid: int, mapping: Mapping, *, avoid: int | None, prefer: int | None, alone: bool
+    ) -> int:
         """The shift of a window of this process that covers the mapping; a new one if need be."""
-        windows = self.windows.setdefault(pid, [])
-        for window in windows:
-            if window.low <= mapping.start and mapping.end <= window.high and window.shift != avoid:
-                return window.shift
-        low, high = mapping.start & -_GIB, (mapping.end + _GIB - 1) & -_GIB
-        shift = self.next - low
-        self.next += high - low + _GIB
+        found = [
+            window.shift
+            for window in self.windows.get((pid, mapping.start // _GIB), ())
+            if window.low <= mapping.start and mapping.end <= window.high and window.shift != avoid
+        ]
+        if found:
+            return prefer if prefer in found else found[0]
+        unit = _SMALL if alone and mapping.size < _SMALL else _GIB
+        low, high = mapping.start & -unit, (mapping.end + unit - 1) & -unit
+        start = self.next + (low - self.next) % unit
+        self.next = start + high - low + unit
         if self.next > PLACES:
             raise UnsupportedState(
-                f"pid {pid} reserves {mapping.size >> 30} GiB of memory", object="mapping"
+                f"pid {pid} has {mapping.size >> 20} MiB at {mapping.start:#x}, for which are "
+                "no addresses left to keep them at: the tree reserves too much memory",
+                object="mapping",
             )
-        windows.append(Window(low, high, shift))
-        return shift
+        window = Window(low, high, start - low)
+        for gib in range(low // _GIB, (high + _GIB - 1) // _GIB):
+            self.windows.setdefault((pid, gib), []).append(window)
+        return window.shift
 
     def has_file(self, pid: int, mapping: Mapping) -> bool:
         """True when a clone inherits this file mapping from the template."""
@@ -124,9 +138,11 @@ def plan(capture: Capture, base: Stash | None) -> Stash:
     protection that touch are given different shifts.
     """
     stash = Stash(next=base.next if base else STASH)
+    pids = {process.pid for process in capture.processes}
+    if base:
+        stash.windows = {key: list(found) for key, found in base.windows.items() if key[0] in pids}
     for process in capture.processes:
-        if base and process.pid in base.windows:
-            stash.windows[process.pid] = list(base.windows[process.pid])
+        neighbours = Counter(m.start // _GIB for m in process.mappings if m.pages)
         previous: Mapping | None = None
         shift = 0
         for mapping in process.mappings:
@@ -141,10 +157,13 @@ def plan(capture: Capture, base: Stash | None) -> Stash:
             )
             avoid = shift if touches else None
             known = base.held.get(key) if base else None
-            if known is not None and known.shift != avoid:
-                shift = known.shift
-            else:
-                shift = stash.shift_for(process.pid, mapping, avoid)
+            shift = stash.shift_for(
+                process.pid,
+                mapping,
+                avoid=avoid,
+                prefer=known.shift if known else None,
+                alone=neighbours[mapping.start // _GIB] <= _FEW,
+            )
             previous = mapping
             stash.held[key] = Held(
                 mapping.start + shift,
