@@ -19,7 +19,7 @@ from collections import Counter
 
 import pytest
 
-from deltabox import Process, Sandbox, UnsupportedState
+from deltabox import Checkpoint, Process, Sandbox, UnsupportedState
 
 from . import workload
 
@@ -89,7 +89,9 @@ for caller in callers: caller.join()
 print(got)
 """
 _PROMPT = 120  # seconds for one round of work that takes some ten, however loaded the machine
-_REFUSALS = 20  # of a hundred instants, at most this many
+_APART = 0.1  # seconds between two instants, at most
+_KEPT = 4  # checkpoints
+_REFUSALS = 10  # of a hundred instants, at most this many
 
 
 def _prepared(sandbox: Sandbox) -> None:
@@ -151,24 +153,29 @@ def _storm(sandbox: Sandbox, rollbacks: int) -> None:
     work = _start(sandbox)
     since = time.monotonic()
     refused: Counter[str] = Counter()
+    kept: list[Checkpoint] = []
     done = ended = 0
     while done < rollbacks:
-        time.sleep(chance.random() * 0.1)
+        time.sleep(chance.random() * _APART)
         if work.exit_code is not None:
             _compare(_end(sandbox, work), expected, done)
             ended += 1
+            while kept:
+                kept.pop().delete()
             work = _start(sandbox)
             since = time.monotonic()
         try:
-            checkpoint = sandbox.checkpoint()
+            kept.append(sandbox.checkpoint())
         except UnsupportedState as refusal:
             refused[str(refusal)] += 1
             continue
-        for _ in range(chance.choice((1, 1, 2))):
-            time.sleep(chance.random() * 0.1)
-            sandbox.rollback(checkpoint)  # back from its end, too
+        if len(kept) > _KEPT:
+            kept.pop(0).delete()
+        for _ in range(min(chance.choice((1, 1, 2)), rollbacks - done)):
+            time.sleep(chance.random() * _APART)
+            # mostly to the last; else further back, or on to a state that was left
+            sandbox.rollback(kept[-1] if chance.random() < 0.7 else chance.choice(kept))
             done += 1
-        checkpoint.delete()
         if time.monotonic() - since > 4 * _PROMPT:
             pytest.fail(f"the work does not get on after {done} rollbacks:\n{_hanging(sandbox)}")
     _compare(_end(sandbox, work), expected, done)
