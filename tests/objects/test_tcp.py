@@ -457,6 +457,58 @@ with socket.create_connection(a[0].getsockname()) as caller:
     probe.do(finish)
 
 
+@pytest.mark.parametrize("accepted", [True, False])
+def test_connect_that_nobody_has_told_yet(sandbox: Sandbox, accepted: bool) -> None:
+    """connect(2) of a stopped job whose connection has come to stand meanwhile: it says so."""
+    probe = Probe.start(sandbox)
+    probe.do(f"""
+import socket
+listener = socket.socket()
+listener.bind(('127.0.0.1', 0))
+listener.listen(0)  # one fits
+first = socket.create_connection(listener.getsockname())
+told, tell = os.pipe()
+pid = os.fork()
+if pid == 0:
+    caller = socket.socket()
+    try:
+        caller.connect(listener.getsockname())
+        os.write(tell, b'connected')
+    except OSError as error:
+        os.write(tell, repr(error).encode())
+    os._exit(0)
+def await_state(state):  # of the caller, tcp_states.h
+    port = '%04X' % listener.getsockname()[1]
+    mine = '%04X' % first.getsockname()[1]
+    until = time.monotonic() + 20
+    while True:
+        lines = [line.split() for line in open('/proc/net/tcp')][1:]
+        if any(l[2].endswith(port) and not l[1].endswith(mine) and l[3] == state for l in lines):
+            return
+        assert time.monotonic() < until, lines
+        time.sleep(0.01)
+def go_on():
+    os.kill(pid, signal.SIGCONT)
+    answer = os.read(told, 100).decode()
+    os.waitpid(pid, 0)
+    return answer
+await_state('02')
+os.kill(pid, signal.SIGSTOP)
+os.waitpid(pid, os.WUNTRACED)
+taken = [listener.accept()]
+await_state('01')
+if {accepted}:
+    taken.append(listener.accept())
+""")
+    checkpoint = sandbox.checkpoint()
+    assert probe.ask("go_on()") == "connected"
+    for _ in range(5):
+        sandbox.rollback(checkpoint)
+        assert probe.ask("go_on()") == "connected"
+    with sandbox.fork(at=checkpoint) as fork, fork.fork() as again:
+        assert probe.within(again).ask("go_on()") == "connected"
+
+
 def test_an_http_server_with_a_kept_connection(sandbox: Sandbox) -> None:
     """Server and client are processes of their own, in the middle of a kept-alive connection."""
     sandbox.run("mkdir -p /srv/www && echo one > /srv/www/page", check=True)

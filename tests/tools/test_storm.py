@@ -1,9 +1,12 @@
 """A busy machine, checkpointed at random instants and rolled back at later ones, ends as if nothing
 had happened.
 
-The work compiles, installs, tests and pipes, round after round; what it prints must be the very
-same as without us. Each storm is told by its seed, which it prints: `STORM_SEED` repeats it (the
-instants themselves are as random as the machine is).
+The work compiles, installs, tests, pipes and calls a server, round after round; what it prints must
+be the very same as without us. Each storm is told by its seed, which it prints: `STORM_SEED`
+repeats it (the instants themselves are as random as the machine is).
+
+Nothing in it may give up by the clock, which runs on: so boltons' netstring tests, with timeouts of
+10 ms, are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections import Counter
 
 import pytest
 
-from deltabox import Process, Sandbox, UnsupportedState
+from deltabox import Checkpoint, Process, Sandbox, UnsupportedState
 
 from . import workload
 
@@ -35,7 +38,7 @@ for round in 1 2; do
 print(made.VERSION, made.TOTAL, wheeled.VERSION, wheeled.TOTAL)'
 
   (cd boltons; PYTHONPATH=../site python3 -m pytest -q -p no:cacheprovider -c tox.ini --color=no \
-    --deselect tests/test_setutils.py --ignore tests/test_fileutils.py \
+    -k "not netstring" --deselect tests/test_setutils.py \
     tests/test_[a-d]*.py tests/test_[l-z]*.py) | sed 's/ in [0-9.]*s.*//'
 
   seq 1 20000 | sort -r | awk '{ s += $1 } NR <= 3 { print } END { print s }'
@@ -49,12 +52,46 @@ def ask(n):
     print(subprocess.check_output(['sh', '-c', f'sleep 0.0{n}; echo {n} {n}'], text=True), end='')
 for n in range(4):
     one = threading.Thread(target=ask, args=(n,)); one.start(); one.join()"
+  python3 calls.py
   rm -rf copied after.?
 done
 echo done
 """
+_CALLS = """
+import http.client, http.server, threading, urllib.request
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = 'HTTP/1.1'
+    def do_POST(self):
+        content = self.rfile.read(int(self.headers['Content-Length']))[::-1]
+        self.send_response(200)
+        self.send_header('Content-Length', str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+    def log_message(self, *words):
+        pass
+server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+url = 'http://127.0.0.1:%d/' % server.server_port
+threading.Thread(target=server.serve_forever, daemon=True).start()
+def kept(n):
+    client = http.client.HTTPConnection(*server.server_address)
+    for turn in range(100):
+        client.request('POST', '/', bytes([n]) * (n * turn * 10) + b'end')
+        got[n] += len(client.getresponse().read())
+    client.close()
+def anew(n):
+    for turn in range(50):
+        with urllib.request.urlopen(url, b'x' * n) as answer:
+            got[n] += len(answer.read())
+got = [0] * 6
+callers = [threading.Thread(target=(kept, anew)[n % 2], args=(n,)) for n in range(6)]
+for caller in callers: caller.start()
+for caller in callers: caller.join()
+print(got)
+"""
 _PROMPT = 120  # seconds for one round of work that takes some ten, however loaded the machine
-_REFUSALS = 20  # of a hundred instants, at most this many
+_APART = 0.1  # seconds between two instants, at most
+_KEPT = 4  # checkpoints
+_REFUSALS = 10  # of a hundred instants, at most this many
 
 
 def _prepared(sandbox: Sandbox) -> None:
@@ -66,6 +103,7 @@ def _prepared(sandbox: Sandbox) -> None:
         made, wheeled = workload.source("made", version, 5), workload.wheel("wheeled", version, 60)
         workload.packages(sandbox, f"{home}/packages", made, wheeled)
     sandbox.files.write_text(f"{home}/work.sh", _WORK)
+    sandbox.files.write_text(f"{home}/calls.py", _CALLS)
 
 
 def _hanging(sandbox: Sandbox) -> str:
@@ -115,24 +153,29 @@ def _storm(sandbox: Sandbox, rollbacks: int) -> None:
     work = _start(sandbox)
     since = time.monotonic()
     refused: Counter[str] = Counter()
+    kept: list[Checkpoint] = []
     done = ended = 0
     while done < rollbacks:
-        time.sleep(chance.random() * 0.1)
+        time.sleep(chance.random() * _APART)
         if work.exit_code is not None:
             _compare(_end(sandbox, work), expected, done)
             ended += 1
+            while kept:
+                kept.pop().delete()
             work = _start(sandbox)
             since = time.monotonic()
         try:
-            checkpoint = sandbox.checkpoint()
+            kept.append(sandbox.checkpoint())
         except UnsupportedState as refusal:
             refused[str(refusal)] += 1
             continue
-        for _ in range(chance.choice((1, 1, 2))):
-            time.sleep(chance.random() * 0.1)
-            sandbox.rollback(checkpoint)  # back from its end, too
+        if len(kept) > _KEPT:
+            kept.pop(0).delete()
+        for _ in range(min(chance.choice((1, 1, 2)), rollbacks - done)):
+            time.sleep(chance.random() * _APART)
+            # mostly to the last; else further back, or on to a state that was left
+            sandbox.rollback(kept[-1] if chance.random() < 0.7 else chance.choice(kept))
             done += 1
-        checkpoint.delete()
         if time.monotonic() - since > 4 * _PROMPT:
             pytest.fail(f"the work does not get on after {done} rollbacks:\n{_hanging(sandbox)}")
     _compare(_end(sandbox, work), expected, done)

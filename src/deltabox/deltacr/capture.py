@@ -41,6 +41,7 @@ from .objects import (
     remains,
     seccomp,
     signals,
+    tcp,
     terminals,
     timers,
 )
@@ -132,6 +133,7 @@ class _Capturing:
             self.table.inside |= {z.host_pid: z.pid for z in zombies}
             self.table.settle()
             self.table.terminals.finish(self.table.descriptions, found, self.table.inside)
+            found = [tcp.finish_calls(p, self.table.descriptions) for p in found]
         finally:
             self.table.close()
         found += zombies

@@ -15,6 +15,11 @@ again by connecting), and ends closed already whose other end has had all their 
 A connection to the outside cannot be had twice: after a restore it is as after a reset by the peer,
 unless the sandbox was made with on_external="refuse".
 
+A connect(2) may be stopped when its connection already stands.  Its restart would say so, once; of
+a socket that is connected anew it says EISCONN.  So what it was about to return is decided here.
+Whether the end of a connect without waiting has been asked for by a second one, nobody can tell:
+that second one says EISCONN after a restore.
+
 Not told by the kernel: whether a pending error after a reset is ECONNRESET or, because a FIN had
 come before, EPIPE.  It comes back as ECONNRESET.
 """
@@ -27,12 +32,14 @@ import select
 import socket
 import struct
 import termios
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...linux import numbers as nr
 from ...linux import sock_diag
-from ..model import Description
+from ..model import Description, Process, Thread
 from ..subject import Refused, Subject
 from . import options
 from .options import Options
@@ -53,6 +60,7 @@ _REPAIR_ON, _REPAIR_OFF_NO_WP = 1, -1
 _RECV_QUEUE, _SEND_QUEUE = 1, 2
 _SIOCOUTQ = termios.TIOCOUTQ
 _MASK = (1 << 32) - 1
+_STANDS = ("pair", "ended", "unaccepted")
 _CHANGED = (
     options.SO_REUSEADDR,
     options.SO_RCVTIMEO,
@@ -81,6 +89,26 @@ class Tcp:
     backlog: int = 0
     turn: int = 0  # among the unaccepted
     lone: tuple[tuple[Address, Address], ...] = ()  # unaccepted whose callers have closed: from, to
+
+
+def finish_calls(process: Process, descriptions: Sequence[Description]) -> Process:
+    """Have each connect(2) that was stopped when its connection stood return its success."""
+    connected = {
+        d.number
+        for d in process.descriptors
+        if descriptions[d.description].kind == "tcp"
+        and descriptions[d.description].state.phase in _STANDS
+    }
+
+    def finished(thread: Thread) -> Thread:
+        then = thread.blocked
+        if then is None or then.orig_rax != nr.CONNECT or then.rdi not in connected:
+            return thread
+        registers = then.copy()
+        registers.rax, registers.orig_rax = 0, -1
+        return replace(thread, registers=registers, memory=(), blocked=None)
+
+    return replace(process, threads=tuple(finished(t) for t in process.threads))
 
 
 @dataclass
