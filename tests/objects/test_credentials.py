@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+
 from deltabox import Sandbox
-from tests.probe import check
+from tests.probe import Probe, check
 
 _FIELDS = """
 def fields(*names):
@@ -62,3 +64,21 @@ def test_a_user_of_its_own(sandbox: Sandbox) -> None:
         report="[os.getuid(), os.getgid(), x]",
         change="x = 2",
     )
+
+
+def test_nobody_else_s_keys(sandbox: Sandbox) -> None:
+    """The session keyring inside is empty and stays so: all sandboxes would share what is in it."""
+    probe = Probe.start(sandbox)
+    probe.do(
+        """
+def keyctl(*arguments):
+    result = libc.syscall(250, *arguments)
+    return result if result >= 0 else -ctypes.get_errno()
+def add(where):
+    result = libc.syscall(248, b'user', b'name', b'secret', 6, where)
+    return result if result >= 0 else -ctypes.get_errno()
+"""
+    )
+    assert probe.ask("keyctl(11, -3, None, 0)") == 0  # KEYCTL_READ: nothing in it
+    assert probe.ask("add(-3)") == -errno.EACCES
+    assert probe.ask("keyctl(1, 0) > 0 and add(-3) > 0")  # a session keyring of its own is free

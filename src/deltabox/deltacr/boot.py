@@ -21,6 +21,9 @@ from .records import Program, Ref, Sequence, Var
 SIGCHLD = 17
 _MADV_DOFORK = 11
 AT_FDCWD = -100
+# linux/keyctl.h; a kernel without keys has none to hide
+_KEYCTL_JOIN_SESSION_KEYRING, _KEYCTL_SETPERM, _SESSION_KEYRING = 1, 5, -3
+_POSSESSOR_READS = 0x0B000000  # view, read, search
 _MOVE_MOUNT_F_EMPTY_PATH = 4
 _MS_BIND, _MS_REC, _MS_SLAVE, _MS_RDONLY, _MS_REMOUNT = 4096, 16384, 1 << 19, 1, 32
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
@@ -86,6 +89,10 @@ def seed_program(root: str) -> Program:
             do.call(nr.RT_SIGACTION, number, default, 0, 8)
     do.call(nr.PRCTL, PR_SET_PDEATHSIG, SIGKILL)
     do.call(nr.PRCTL, PR_SET_NAME, program.text("deltabox"))
+    # Nor does a sandbox possess the keys of whoever started the keeper (session-keyring(7)). All of
+    # them inherit this one, so it stays empty: it can be looked at and searched, no more.
+    do.call(nr.KEYCTL, _KEYCTL_JOIN_SESSION_KEYRING, 0, may_fail=True)
+    do.call(nr.KEYCTL, _KEYCTL_SETPERM, _SESSION_KEYRING, _POSSESSOR_READS, may_fail=True)
     do.call(nr.UNSHARE, ns.CLONE_NEWNS, what="unshare mounts")
     none = program.text("none")
     _mount(program, do, none, "/", None, _MS_REC | _MS_SLAVE)
