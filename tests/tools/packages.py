@@ -24,8 +24,9 @@ ENVIRONMENT = {"PYTHONPATH": WHERE}
 
 def install(sandbox: Sandbox, *names: str) -> None:
     """Put these packages, with all that they require, where `ENVIRONMENT` leads PYTHON to."""
-    command = ["tar", "-x", "-C", "/opt", "--one-top-level=packages"]
-    sandbox.run(command, input=_archive(names), check=True, timeout=60)
+    sandbox.files.write("/opt/packages.tar", _archive(names))
+    sandbox.run(["tar", "-x", "--one-top-level", "-f", "packages.tar"], cwd="/opt", check=True)
+    sandbox.files.remove("/opt/packages.tar")
 
 
 @lru_cache
