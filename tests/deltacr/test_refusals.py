@@ -8,7 +8,6 @@ from deltabox import Sandbox, UnsupportedState
 from tests.probe import Probe
 
 _CASES = {
-    "an io_uring instance": "p = ctypes.create_string_buffer(120); fd = libc.syscall(425, 4, p)",
     "a userfaultfd": "fd = libc.syscall(323, 1)",
     "a perf event": (
         "a = struct.pack('IIQQQQQ', 1, 112, 0, 0, 0, 0, 1 << 5 | 1 << 6).ljust(112, b'\\0');"

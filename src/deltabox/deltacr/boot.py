@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ..linux import namespace as ns
 from ..linux import numbers as nr
+from .objects import seccomp
 from .records import Program, Ref, Sequence, Var
 
 SIGCHLD = 17
@@ -86,6 +87,7 @@ def seed_program(root: str) -> Program:
             do.call(nr.RT_SIGACTION, number, default, 0, 8)
     do.call(nr.PRCTL, PR_SET_PDEATHSIG, SIGKILL)
     do.call(nr.PRCTL, PR_SET_NAME, program.text("deltabox"))
+    seccomp.install_ours(program, do)
     do.call(nr.UNSHARE, ns.CLONE_NEWNS, what="unshare mounts")
     none = program.text("none")
     _mount(program, do, none, "/", None, _MS_REC | _MS_SLAVE)

@@ -321,7 +321,7 @@ class _Capturing:
         attributes.check_before_asking(host, tids, self.namespaces, refuse)
         for tid in tids:
             task = status if tid == host else proc.status(host, tid)
-            if task["Seccomp"] != "0":
+            if seccomp.is_under(task):
                 seccomp.suspend(tid)
             if tid != host:
                 for kind, what in (
@@ -456,7 +456,7 @@ class _Capturing:
             rseq=rseq,
             attributes=carried,
             credentials=who,
-            seccomp=seccomp.capture(tid, int(status["Seccomp"])),
+            seccomp=seccomp.capture(tid, status),
             memory=extra,
             blocked=blocked,
         )

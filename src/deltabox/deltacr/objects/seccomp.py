@@ -1,5 +1,10 @@
 """Filters on system calls (seccomp(2)), and how a thread gets them back.
 
+*Ours.*  All processes inside are under one filter that they inherit from the engine's seed, and so
+do restored ones without our doing.  It lets io_uring_setup(2) say that there is no such call, as
+on many hosts: what a ring was set up with cannot be read back from it, and libuv opens one for
+every event loop and does without where it must.  A program's own filters come after it.
+
 *Capture.*  A filter would judge the calls that are injected, so it is suspended meanwhile
 (PTRACE_O_SUSPEND_SECCOMP); its instructions are read with PTRACE_SECCOMP_GET_FILTER.
 
@@ -35,15 +40,20 @@ from typing import TYPE_CHECKING
 from ...errors import CheckpointError
 from ...linux import numbers as nr
 from ...linux import ptrace
-from ..records import CODE, FRAMES
+from ..records import CODE, FRAMES, Program, Sequence
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Sequence as Items
 
     from ..model import Thread
     from ..subject import Refuse
 
-STRICT, FILTER = 1, 2
+_FILTER = 2
+_ENOSYS = 38
+_ERRNO, _ALLOW = 0x50000, 0x7FFF0000
+_IO_URING_SETUP = 425
+_X32 = 0x40000000  # in the number of a call of that ABI
 _SECCOMP, _SET_MODE_FILTER, _PR_SET_SECCOMP = 317, 1, 22
 _TSYNC, _LOG, _SPEC_ALLOW = 1, 2, 4
 _RESTART_SYSCALL = 219
@@ -70,9 +80,8 @@ class Filter:
 
 @dataclass(frozen=True)
 class Seccomp:
-    """What a thread is under; filters oldest first."""
+    """What a thread has put itself under; filters oldest first."""
 
-    mode: int = 0
     filters: tuple[Filter, ...] = ()
 
 
@@ -83,7 +92,27 @@ class Refused(Exception):
     """Why the filters could not be installed again."""
 
 
+# -- ours ---------------------------------------------------------------------------------------
+
+
+def install_ours(program: Program, do: Sequence) -> None:
+    """Put the calling process, and all that it will start, under our filter."""
+    refused = (_IO_URING_SETUP, _IO_URING_SETUP | _X32)
+    code = [(0x20, 0, 0, 4), (0x15, 0, len(refused) + 1, _ARCH), (0x20, 0, 0, 0)]
+    code += [(0x15, len(refused) - n, 0, call) for n, call in enumerate(refused)]
+    code += [(6, 0, 0, _ALLOW), (6, 0, 0, _ERRNO | _ENOSYS)]
+    instructions = program.data(b"".join(struct.pack("<HBBI", *one) for one in code))
+    fprog = program.data(struct.pack("<QQ", len(code), 0))
+    program.pointer(fprog + 8, instructions)
+    do.call(_SECCOMP, _SET_MODE_FILTER, _SPEC_ALLOW, fprog, what="seccomp: do without io_uring")
+
+
 # -- capture ------------------------------------------------------------------------------------
+
+
+def is_under(status: Mapping[str, str]) -> bool:
+    """Whether a thread, of which this is /proc/PID/status, has filters besides ours."""
+    return status["Seccomp_filters"] != "1"
 
 
 def suspend(tid: int) -> None:
@@ -97,17 +126,19 @@ def suspend(tid: int) -> None:
         ) from None
 
 
-def capture(tid: int, mode: int) -> Seccomp:
-    return Seccomp(mode, tuple(_filters(tid)) if mode == FILTER else ())
+def capture(tid: int, status: Mapping[str, str]) -> Seccomp:
+    return Seccomp(tuple(_filters(tid))) if is_under(status) else NONE
 
 
 def _filters(tid: int) -> list[Filter]:
+    """All but the oldest one, which is ours."""
     found: list[Filter] = []
     while True:
-        code = ptrace.seccomp_filter(tid, len(found))
+        index = 1 + len(found)
+        code = ptrace.seccomp_filter(tid, index)
         if code is None:
             return found
-        found.append(Filter(code, bool(ptrace.seccomp_flags(tid, len(found)) & _LOG)))
+        found.append(Filter(code, bool(ptrace.seccomp_flags(tid, index) & _LOG)))
 
 
 def forbids_restart(tid: int) -> bool:
@@ -227,16 +258,13 @@ class Exits:
         self.data = bytearray()
         self._places: dict[bytes, int] = {}
         self.of: dict[int, Exit] = {}  # by tid; the others need none
-        filtered = [t for t in threads if t.seccomp.mode]
+        filtered = [t for t in threads if t.seccomp.filters]
         if not filtered:
             return
         common = self._shared_calls(threads)
         words = {t.tid: self._place(bytes(8), unique=True) for t in threads} if common else {}
         for thread in filtered:
             self.of[thread.tid] = made = Exit()
-            if thread.seccomp.mode == STRICT:
-                made.own = [(nr.PRCTL, _PR_SET_SECCOMP, STRICT)]
-                continue
             self._check_privilege(thread)
             filters = thread.seccomp.filters
             if common and thread is threads[0]:
@@ -286,7 +314,7 @@ class Exits:
         found = filters[index]
         choices = [self._by_seccomp(found, _SPEC_ALLOW), self._by_seccomp(found, 0)]
         if not found.log:
-            choices.append((nr.PRCTL, _PR_SET_SECCOMP, FILTER, self._program(found)))
+            choices.append((nr.PRCTL, _PR_SET_SECCOMP, _FILTER, self._program(found)))
         for call in choices:
             if passes(filters[:index], call):
                 return call
