@@ -99,6 +99,7 @@ class Sandbox:
         network: Literal["none", "nat", "host"] = "none",
         hostname: str = "sandbox",
         on_external: Literal["reset", "refuse"] = "reset",
+        io_uring: bool = False,
         max_memory: str | int | None = None,
         max_disk: str | int | None = None,
     ) -> Sandbox:
@@ -119,6 +120,9 @@ class Sandbox:
         on_external: what becomes of TCP connections to the outside, which cannot be had twice.
             `"reset"`: after a rollback or in a fork they are as after a reset by the peer.
             `"refuse"`: no checkpoint can be taken while there is one.
+        io_uring: whether programs may use io_uring(7). It cannot be given back, so no checkpoint
+            can be taken then while a ring is open. By default there is none inside, and programs
+            do without, as Node.js and all that stands on libuv. seccomp's strict mode needs True.
         max_memory, max_disk: change the engine's budget for all its sandboxes: what checkpoints may
             hold in memory, what images may take on disk. Beyond it is `NoSpace`.
 
@@ -149,6 +153,7 @@ class Sandbox:
             network=network,
             hostname=hostname,
             on_external=on_external,
+            io_uring=bool(io_uring),
             max_memory=_optional(max_memory, "max_memory"),
             max_disk=_optional(max_disk, "max_disk"),
         ) as described:

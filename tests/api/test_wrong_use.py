@@ -200,19 +200,19 @@ def test_unsupported_state_is_named_and_leaves_the_tree_alone(sandbox: Sandbox) 
             "-u",
             "-c",
             "import ctypes, os\n"
-            "fd = ctypes.CDLL(None).syscall(425, 4, ctypes.create_string_buffer(120))\n"
+            "fd = ctypes.CDLL(None).syscall(323, 1)\n"
             "print(fd); input(); os.close(fd); print('closed'); input()",
         ]
     )
     fd = int(p.stdout.readline(timeout=10))
     if fd < 0:
-        pytest.fail("io_uring is not available here, choose another object")
+        pytest.fail("userfaultfd is not available here, choose another object")
     with pytest.raises(UnsupportedState) as caught:
         sandbox.checkpoint("refused")
     error = caught.value
     assert (error.pid, error.process) == (p.pid, "python3")
     assert f"fd {fd} of pid {p.pid} (python3)" in str(error)
-    assert "io_uring" in str(error.object)
+    assert "userfaultfd" in str(error.object)
     assert sh.run("echo $x").stdout == "1\n"
     p.stdin.write("\n")
     assert p.stdout.readline(timeout=10) == "closed\n"

@@ -8,7 +8,6 @@ from deltabox import Sandbox, UnsupportedState
 from tests.probe import Probe
 
 _CASES = {
-    "an io_uring instance": "p = ctypes.create_string_buffer(120); fd = libc.syscall(425, 4, p)",
     "a userfaultfd": "fd = libc.syscall(323, 1)",
     "a perf event": (
         "a = struct.pack('IIQQQQQ', 1, 112, 0, 0, 0, 0, 1 << 5 | 1 << 6).ljust(112, b'\\0');"
@@ -16,6 +15,20 @@ _CASES = {
     ),
     "a raw socket": "import socket; s = socket.socket(2, 3, 255); fd = s.fileno()",
 }
+
+
+def test_an_io_uring_is_refused_where_it_can_be_had() -> None:
+    with Sandbox.create(io_uring=True) as sandbox:
+        probe = Probe.start(sandbox)
+        probe.do("p = ctypes.create_string_buffer(120); fd = libc.syscall(425, 4, p)")
+        fd = probe.ask("fd")
+        assert fd >= 0
+        with pytest.raises(UnsupportedState, match=f"fd {fd} of pid .* is an io_uring instance"):
+            sandbox.checkpoint()
+        probe.do("os.close(fd)")
+        checkpoint = sandbox.checkpoint()
+        sandbox.rollback(checkpoint)
+        assert probe.ask("1 + 1") == 2
 
 
 @pytest.mark.parametrize("what", _CASES)

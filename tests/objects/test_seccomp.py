@@ -50,6 +50,24 @@ x = 0
 """
 
 
+def test_there_is_no_io_uring(sandbox: Sandbox) -> None:
+    """Not for root, for nobody else, nor in a restored tree, and it is all that our filter does."""
+    check(
+        sandbox,
+        setup=_TOOLS + "ring = ctypes.create_string_buffer(120)",
+        report="[call(425, 4, ring), call(39) == os.getpid(), mine(), x]",
+        change="x += 1",
+    )
+    probe = Probe.start(sandbox, user="nobody")
+    probe.do(_TOOLS)
+    assert probe.ask("[call(425, 4, bytes(120)), *mine()[:3]]") == [
+        -38,
+        "NoNewPrivs:\t0",
+        "Seccomp:\t2",
+        "Seccomp_filters:\t1",
+    ]
+
+
 def test_a_filter(sandbox: Sandbox) -> None:
     check(
         sandbox,
@@ -201,7 +219,8 @@ int main(int argc, char **argv)
         if (atoi(argv[1]))
                 signal(SIGUSR1, caught);
         if (argc == 2) {
-                prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT);
+                if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT))
+                        return 4;
         } else {
                 code[n++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS,
                                                          offsetof(struct seccomp_data, nr));
@@ -247,7 +266,6 @@ def _says(program: Process, line: str = "") -> str:
 
 
 _FORBIDDEN = {
-    "strict mode": ("0",),
     "a handler, only rt_sigreturn allowed": ("1", "11", "14", "202", "231", "317", "157"),
     "neither rt_sigreturn nor munmap nor futex": ("1", "15", "11", "202", "317", "157"),
     "neither rt_sigreturn nor rt_sigprocmask": ("0", "15", "14", "11", "202", "317", "157"),
@@ -257,7 +275,17 @@ _FORBIDDEN = {
 @pytest.mark.parametrize("what", _FORBIDDEN)
 def test_last_steps_that_are_forbidden(sandbox: Sandbox, what: str) -> None:
     """Registers and floating point state are right whichever way it leaves by."""
-    program = _lonely(sandbox, *_FORBIDDEN[what])
+    _goes_on(sandbox, *_FORBIDDEN[what])
+
+
+def test_strict_mode() -> None:
+    """It cannot be entered under a filter, so only without ours."""
+    with Sandbox.create(io_uring=True) as sandbox:
+        _goes_on(sandbox, "0")
+
+
+def _goes_on(sandbox: Sandbox, *arguments: str) -> None:
+    program = _lonely(sandbox, *arguments)
     assert _says(program, "b") == "begun\n"
     expected = _says(program)
     waiting = sandbox.checkpoint("waiting")

@@ -151,7 +151,7 @@ def start(sandbox: Sandbox, *options: str) -> tuple[Process, Probe]:
     return server, probe
 
 
-@pytest.mark.parametrize(("loop", "http"), [("asyncio", "h11"), ("asyncio", "httptools")])
+@pytest.mark.parametrize(("loop", "http"), [("asyncio", "h11"), ("uvloop", "httptools")])
 def test_uvicorn(sandbox: Sandbox, loop: str, http: str) -> None:
     server, probe = start(sandbox, "--loop", loop, "--http", http)
     probe.do(ASYNC_CLIENT)
@@ -176,7 +176,7 @@ def test_uvicorn(sandbox: Sandbox, loop: str, http: str) -> None:
 
 
 def test_uvicorn_reloads(sandbox: Sandbox) -> None:
-    server, probe = start(sandbox, "--loop", "asyncio", "--reload", "--reload-delay", "0.05")
+    server, probe = start(sandbox, "--reload", "--reload-delay", "0.05")
     probe.do(CLIENT)
     first = probe.ask("get(kept, '/')")[1]
     worker = int(first.split()[1])

@@ -109,6 +109,7 @@ class _Capturing:
         self.frozen = frozen
         self.owner = owner
         self.waits = waits
+        self.filters = seccomp.ours(live.init)
         self.ghosts = Ghosts(live.root, owner, attic, born)
         self.names = Names(live.root, base, born, self.ghosts)
         network = Network(live.init, on_external)
@@ -323,7 +324,7 @@ class _Capturing:
         attributes.check_before_asking(host, tids, self.namespaces, refuse)
         for tid in tids:
             task = status if tid == host else proc.status(host, tid)
-            if task["Seccomp"] != "0":
+            if seccomp.is_under(task, self.filters):
                 seccomp.suspend(tid)
             if tid != host:
                 for kind, what in (
@@ -458,7 +459,7 @@ class _Capturing:
             rseq=rseq,
             attributes=carried,
             credentials=who,
-            seccomp=seccomp.capture(tid, int(status["Seccomp"])),
+            seccomp=seccomp.capture(tid, status, self.filters),
             memory=extra,
             blocked=blocked,
         )

@@ -43,7 +43,7 @@ from .live import Exit as Exit
 from .live import Live, WorldState
 from .model import External
 from .network import Network, Networks
-from .objects import terminals
+from .objects import seccomp, terminals
 from .objects.ghosts import Attic
 from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import SLOTS, Program, Sealed, Var
@@ -108,9 +108,10 @@ class Engine:
         pids_limit: int | None,
         network: str,
         on_external: str,
+        io_uring: bool,
     ) -> Tree:
         """A user namespace and groups for one sandbox tree; `first_uid` maps to uid 0 inside."""
-        return Tree(self, name, first_uid, memory_limit, pids_limit, network, on_external)
+        return Tree(self, name, first_uid, memory_limit, pids_limit, network, on_external, io_uring)
 
     def close(self) -> None:
         self.seed.close()
@@ -131,12 +132,14 @@ class Tree:
         pids_limit: int | None,
         network: str,
         on_external: str,
+        io_uring: bool,
     ) -> None:
         self.engine = engine
         self.name = name
         self.owner = first_uid
         self.network = network
         self.on_external = on_external
+        self._io_uring = io_uring
         self.reference = -1  # a root over the base alone, which nobody writes to
         self.base = -1  # a descriptor of the base's root, once the keeper has mounted it
         self.born = time.time()
@@ -465,6 +468,8 @@ class Tree:
             template_fd = own_task(template_pid)
             undo.callback(end_task, template_fd)
             if self._first is None:
+                if not self._io_uring:
+                    peer.run(seccomp.our_program().seal(), 0)
                 self.groups.join(template_pid)
             door_mine, door_theirs = pair()
             undo.callback(door_mine.close)

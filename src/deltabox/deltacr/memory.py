@@ -33,6 +33,8 @@ from .records import (
     FRAMES,
     OURS,
     OURS_END,
+    SLOT,
+    SLOTS,
     STACKS,
     Program,
     Sequence,
@@ -168,8 +170,11 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
 
 
 def _is_ours(start: int, end: int) -> bool:
-    """The interpreter's code, or a restored process's frames."""
-    return (start >= CODE and end <= STACKS) or (start >= FRAMES and end <= CONTROL)
+    """The code of the interpreter and a restored process's frames.
+
+    One that is stopped has not left the interpreter yet, and has the control memory as well.
+    """
+    return (start >= CODE and end <= STACKS) or (start >= FRAMES and end <= CONTROL + SLOTS * SLOT)
 
 
 def check_version(memory_fd: int, mapping: Mapping, file: int, refuse: Refuse) -> None:

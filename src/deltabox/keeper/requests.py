@@ -91,6 +91,7 @@ class Requests:
         network: str,
         hostname: str,
         on_external: str,
+        io_uring: bool,
         max_memory: int | None,
         max_disk: int | None,
     ) -> dict[str, Any]:
@@ -126,6 +127,7 @@ class Requests:
                 disk_limit=min(self.budget.max_disk, disk_limit or self.budget.max_disk),
                 network=network,
                 on_external=on_external,
+                io_uring=io_uring,
             )
             try:
                 box = tree.boot(hostname)

@@ -112,6 +112,7 @@ class Tree:
         disk_limit: int,
         network: str,
         on_external: str,
+        io_uring: bool,
     ) -> None:
         self.name = name
         self.base = base
@@ -139,6 +140,7 @@ class Tree:
                 pids_limit=pids_limit,
                 network=network,
                 on_external=on_external,
+                io_uring=io_uring,
             )
             undo.callback(self.engine.close)
             self.owner = self.engine.owner

@@ -1,5 +1,12 @@
 """Filters on system calls (seccomp(2)), and how a thread gets them back.
 
+*Ours.*  What an io_uring was set up with cannot be read back from it, and libuv (Node.js, uvloop)
+opens one for every event loop but does without where it must.  So all processes of a tree are
+under one filter, unless it was made with `io_uring=True`, that lets io_uring_setup(2) say that
+there is no such call, as on many hosts.  They inherit it from the tree's first template, and so do
+restored ones without our doing.  A program's own filters come after it.  Under any filter strict
+mode is closed.
+
 *Capture.*  A filter would judge the calls that are injected, so it is suspended meanwhile
 (PTRACE_O_SUSPEND_SECCOMP); its instructions are read with PTRACE_SECCOMP_GET_FILTER.
 
@@ -34,16 +41,21 @@ from typing import TYPE_CHECKING
 
 from ...errors import CheckpointError
 from ...linux import numbers as nr
-from ...linux import ptrace
-from ..records import CODE, FRAMES
+from ...linux import proc, ptrace
+from ..records import CODE, FRAMES, Program
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Sequence as Items
 
     from ..model import Thread
     from ..subject import Refuse
 
 STRICT, FILTER = 1, 2
+_ENOSYS = 38
+_ERRNO, _ALLOW = 0x50000, 0x7FFF0000
+_IO_URING_SETUP = 425
+_X32 = 0x40000000  # in the number of a call of that ABI
 _SECCOMP, _SET_MODE_FILTER, _PR_SET_SECCOMP = 317, 1, 22
 _TSYNC, _LOG, _SPEC_ALLOW = 1, 2, 4
 _RESTART_SYSCALL = 219
@@ -70,7 +82,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Seccomp:
-    """What a thread is under; filters oldest first."""
+    """What a thread has put itself under; filters oldest first."""
 
     mode: int = 0
     filters: tuple[Filter, ...] = ()
@@ -83,7 +95,35 @@ class Refused(Exception):
     """Why the filters could not be installed again."""
 
 
+# -- ours ---------------------------------------------------------------------------------------
+
+
+def our_program() -> Program:
+    """Put the process that runs it, and all that it will start, under our filter."""
+    program = Program()
+    refused = (_IO_URING_SETUP, _IO_URING_SETUP | _X32)
+    code = [(0x20, 0, 0, 4), (0x15, 0, len(refused) + 1, _ARCH), (0x20, 0, 0, 0)]
+    code += [(0x15, len(refused) - n, 0, call) for n, call in enumerate(refused)]
+    code += [(6, 0, 0, _ALLOW), (6, 0, 0, _ERRNO | _ENOSYS)]
+    instructions = program.data(b"".join(struct.pack("<HBBI", *one) for one in code))
+    fprog = program.data(struct.pack("<QQ", len(code), 0))
+    program.pointer(fprog + 8, instructions)
+    what = "seccomp: do without io_uring"
+    program.root.call(_SECCOMP, _SET_MODE_FILTER, _SPEC_ALLOW, fprog, what=what)
+    return program
+
+
 # -- capture ------------------------------------------------------------------------------------
+
+
+def ours(init: int) -> int:
+    """How many filters everybody in the tree has from us; `init` is its PID 1."""
+    return int(proc.status(init)["Seccomp_filters"])
+
+
+def is_under(status: Mapping[str, str], ours: int) -> bool:
+    """Whether a thread, of which this is /proc/PID/status, has more than ours."""
+    return int(status["Seccomp"]) == STRICT or int(status["Seccomp_filters"]) != ours
 
 
 def suspend(tid: int) -> None:
@@ -97,22 +137,27 @@ def suspend(tid: int) -> None:
         ) from None
 
 
-def capture(tid: int, mode: int) -> Seccomp:
-    return Seccomp(mode, tuple(_filters(tid)) if mode == FILTER else ())
+def capture(tid: int, status: Mapping[str, str], ours: int) -> Seccomp:
+    if not is_under(status, ours):
+        return NONE
+    mode = int(status["Seccomp"])
+    return Seccomp(mode, tuple(_filters(tid, ours)) if mode == FILTER else ())
 
 
-def _filters(tid: int) -> list[Filter]:
+def _filters(tid: int, ours: int) -> list[Filter]:
+    """All but ours, which are the oldest."""
     found: list[Filter] = []
     while True:
-        code = ptrace.seccomp_filter(tid, len(found))
+        index = ours + len(found)
+        code = ptrace.seccomp_filter(tid, index)
         if code is None:
             return found
-        found.append(Filter(code, bool(ptrace.seccomp_flags(tid, len(found)) & _LOG)))
+        found.append(Filter(code, bool(ptrace.seccomp_flags(tid, index) & _LOG)))
 
 
 def forbids_restart(tid: int) -> bool:
     """Whether the kernel's own way to go on with an interrupted call would meet a filter."""
-    return not passes(tuple(_filters(tid)), (_RESTART_SYSCALL,))
+    return not passes(tuple(_filters(tid, 0)), (_RESTART_SYSCALL,))
 
 
 def check(threads: Items[Thread], handled: int, refuse: Refuse) -> None:
