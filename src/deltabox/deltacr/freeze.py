@@ -260,7 +260,7 @@ def _thaw(frozen: Frozen, put_back: Callable[[Frozen], None]) -> None:
 
 def _is_stopped(tid: int) -> bool:
     try:
-        ptrace.get_sigmask(tid)
+        insist(functools.partial(ptrace.get_sigmask, tid))
     except ProcessLookupError:
         return False
     return True
@@ -310,11 +310,14 @@ def _detached(tid: int, pid: int, began: float, put_back: Callable[[Frozen], Non
         return True
     if status is None:
         return False
-    if os.WIFSTOPPED(status):
-        held_back = 0 if status >> 16 else ptrace.stop_signal(status)
+    if not os.WIFSTOPPED(status):
+        return True
+    held_back = 0 if status >> 16 else ptrace.stop_signal(status)
+    try:
         if not held_back:
             # it was slow to stop, and our interruption has ended the call it was in all the same
             put_back(Frozen({pid: [tid]}, {tid: 0}, began, time.monotonic()))
+    finally:
         with contextlib.suppress(ProcessLookupError):
             insist(functools.partial(ptrace.detach_with, tid, held_back))
     return True
