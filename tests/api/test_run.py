@@ -138,3 +138,10 @@ def test_many_threads(sandbox: Sandbox) -> None:
         thread.join()
     assert results == {n: f"{n}.4\n" for n in range(8)}
     assert sandbox.processes() == []
+
+
+def test_very_much_input(sandbox: Sandbox) -> None:
+    """The work grows with the input, not with its square."""
+    size = 150 << 20
+    found = sandbox.run("wc -c", input=bytes(size), timeout=60, check=True)
+    assert int(found.stdout) == size

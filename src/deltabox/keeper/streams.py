@@ -315,6 +315,9 @@ def _hung_up(fd: int) -> bool:
     return os.isatty(fd) and bool(poller.poll(0))
 
 
+_PIECE = 1 << 16  # bytes
+
+
 class Writer:
     """A program's standard input. What does not fit into the pipe waits in `waiting`."""
 
@@ -350,9 +353,9 @@ class Writer:
 
     def add(self, data: bytes) -> None:
         """Queue `data` and write what the pipe takes."""
-        if data:
-            self.waiting.append(data)
-            self.size += len(data)
+        # in pieces: what is left of one is copied whenever a pipe has taken a part of it
+        self.waiting.extend(data[at : at + _PIECE] for at in range(0, len(data), _PIECE))
+        self.size += len(data)
         self.flush()
 
     def flush(self) -> None:
@@ -362,7 +365,7 @@ class Writer:
         while self.waiting:
             data = self.waiting[0]
             try:
-                done = os.write(self.fd, data[: 1 << 20])
+                done = os.write(self.fd, data)
             except BlockingIOError:
                 break
             except OSError:
