@@ -46,7 +46,7 @@ check() {
 }
 pipe() {
   seq 1 20000 | sort -r | awk '{ s += $1 } NR <= 3 { print } END { print s }'
-  tar cf - --exclude __pycache__ boltons/boltons site/_pytest |
+  tar cf - boltons/boltons/*.py site/_pytest/*.py |
     tee >(cat >/dev/null) | tar tf - | sort | md5sum
   find boltons/boltons -name '*.py' | sort | xargs -P2 -n3 sha256sum | sort | sha256sum
   for n in 1 2 3; do (sleep 0.01; echo $n >after.$n) & done; wait
