@@ -7,6 +7,8 @@ BIN     := .venv/bin
 READY   := .venv/.ready
 CPART   := src/deltabox/deltacr/_interpreter
 CACHE   := .cache/demo/.ready
+# Much of what the tests do is waiting. Each worker has a state directory, and so a keeper, of its own.
+WORKERS ?= -n 2 --dist worksteal
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-full bench lint doctor setup clean
@@ -18,10 +20,10 @@ demo: setup $(CACHE)
 	@$(BIN)/python -m deltabox demo
 
 test: setup $(CACHE)
-	$(BIN)/python -m pytest -m "not full" $(ARGS)
+	$(BIN)/python -m pytest -m "not full" $(WORKERS) $(ARGS)
 
 test-full: setup $(CACHE)
-	$(BIN)/python -m pytest --timeout=1800 $(ARGS)
+	$(BIN)/python -m pytest --timeout=1800 $(WORKERS) $(ARGS)
 
 bench: setup
 	@mkdir -p bench/out
