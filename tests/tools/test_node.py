@@ -14,6 +14,7 @@ const { fork } = require("child_process");
 const crypto = require("crypto");
 const fs = require("fs");
 const http = require("http");
+const path = require("path");
 const { Worker } = require("worker_threads");
 
 const source = "/srv/app/src";
@@ -21,9 +22,13 @@ const listeners = new Set();
 let page = require(source + "/page.js");
 let served = 0;
 
-fs.watch(source, { recursive: true }, (event, name) => {
-    for (const path of Object.keys(require.cache))
-        if (path.startsWith(source)) delete require.cache[path];
+// by hand: Debian 12's own version has no recursive watch
+const below = (at) => [at].concat(...fs.readdirSync(at, { withFileTypes: true })
+    .filter((entry) => entry.isDirectory()).map((entry) => below(`${at}/${entry.name}`)));
+for (const directory of below(source)) fs.watch(directory, (event, file) => {
+    const name = path.relative(source, `${directory}/${file}`);
+    for (const module of Object.keys(require.cache))
+        if (module.startsWith(source)) delete require.cache[module];
     try {
         page = require(source + "/page.js");
     } catch (error) {
