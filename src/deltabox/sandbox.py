@@ -6,7 +6,6 @@ sandbox is remembered here. All methods may be called from any thread at any tim
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal as signals
@@ -18,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, NoReturn, TypeVar, overload
 
+from . import _arguments as arguments
+from ._arguments import Command
 from ._connection import CallbackError, Keeper, keeper, no_copies
 from .checkpoint import Change, Checkpoint, reference
 from .errors import CommandFailed, CommandTimeout, SandboxClosed
@@ -37,27 +38,11 @@ from .process import (
 from .shell import Shell, failure
 
 H = TypeVar("H", bound=Handle)
-Command = str | Sequence[str]
 
-_UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _HOSTNAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,62}[A-Za-z0-9])?", re.ASCII)
 _UNSENDABLE: Final = (signals.SIGKILL, signals.SIGSTOP, 32, 33)  # libc keeps the last two
 _trees: dict[str, weakref.WeakSet[Sandbox]] = {}
 _trees_lock = threading.Lock()
-
-
-def size(value: str | int, what: str = "a size") -> int:
-    """A number of bytes from an int or a string like `"512M"` or `"2G"` (powers of 1024)."""
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise TypeError(f"{what} is an int or a str such as '2G', not {type(value).__name__}")
-    if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
-        if found is None:
-            raise ValueError(f"{what} is written like '512M' or '2G', not {value!r}")
-        value = int(float(found[1]) * (1 << _UNITS[found[2].upper()]))
-    if value <= 0:
-        raise ValueError(f"{what} must be more than 0")
-    return value
 
 
 class Sandbox:
@@ -147,15 +132,15 @@ class Sandbox:
             start=True,
             base=os.path.abspath(os.fspath(base)),
             hide=None if hide is None else [os.fspath(path) for path in hide],
-            memory_limit=_optional(memory_limit, "memory_limit"),
+            memory_limit=arguments.optional(memory_limit, "memory_limit"),
             pids_limit=pids_limit,
-            disk_limit=_optional(disk_limit, "disk_limit"),
+            disk_limit=arguments.optional(disk_limit, "disk_limit"),
             network=network,
             hostname=hostname,
             on_external=on_external,
             io_uring=bool(io_uring),
-            max_memory=_optional(max_memory, "max_memory"),
-            max_disk=_optional(max_disk, "max_disk"),
+            max_memory=arguments.optional(max_memory, "max_memory"),
+            max_disk=arguments.optional(max_disk, "max_disk"),
         ) as described:
             return cls(_keeper=made, _described=described)
 
@@ -226,7 +211,7 @@ class Sandbox:
         started = time.monotonic()
         piece = None
         if on_stdout is not None:
-            callback, decode = on_stdout, _decoder() if text else None
+            callback, decode = on_stdout, arguments.decoder() if text else None
 
             def piece(data: bytes) -> None:
                 shown = data if decode is None else decode(data)
@@ -240,12 +225,12 @@ class Sandbox:
                 "run",
                 piece,
                 box=self._check_open(),
-                argv=_argv(command),
-                env=_environment(env),
-                cwd=_directory(cwd),
+                argv=arguments.argv(command),
+                env=arguments.environment(env),
+                cwd=arguments.directory(cwd),
                 user=user,
                 input=input,
-                timeout=_seconds(timeout),
+                timeout=arguments.seconds(timeout),
                 stream=on_stdout is not None,
             )
         except CommandTimeout as error:
@@ -307,9 +292,9 @@ class Sandbox:
         """
         answer = self._call(
             "spawn",
-            argv=_argv(command),
-            env=_environment(env),
-            cwd=_directory(cwd),
+            argv=arguments.argv(command),
+            env=arguments.environment(env),
+            cwd=arguments.directory(cwd),
             user=user,
             tty=terminal_size(tty),
         )
@@ -332,8 +317,8 @@ class Sandbox:
         """
         answer = self._call(
             "shell",
-            env=_environment(env),
-            cwd=_directory(cwd),
+            env=arguments.environment(env),
+            cwd=arguments.directory(cwd),
             user=user,
             tty=terminal_size(tty),
         )
@@ -559,52 +544,3 @@ class Sandbox:
                     if not other._closed:
                         return other
         return self
-
-
-def _optional(value: str | int | None, what: str) -> int | None:
-    return None if value is None else size(value, what)
-
-
-def _argv(command: Command) -> list[str]:
-    if isinstance(command, str):
-        argv = ["/bin/sh", "-c", command]
-    elif not isinstance(command, (list, tuple)):
-        raise TypeError(f"a command is a str or a list of str, not {type(command).__name__}")
-    else:
-        argv = [os.fspath(word) for word in command]
-        if not argv:
-            raise ValueError("a command cannot be an empty list")
-    for word in argv:
-        if not isinstance(word, str):
-            raise TypeError(f"the words of a command are str, not {type(word).__name__}")
-        if "\0" in word:
-            raise ValueError("a command cannot contain a NUL character")
-    return argv
-
-
-def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
-    for key, value in (env or {}).items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(f"environment variables are str, not {key!r}: {value!r}")
-        if not key or "=" in key or "\0" in key + value:
-            raise ValueError(f"{key!r}={value!r} cannot be an environment variable")
-    return dict(env or {})
-
-
-def _directory(cwd: str) -> str:
-    cwd = os.fspath(cwd)
-    if not cwd.startswith("/"):
-        raise ValueError(f"cwd is an absolute path inside the sandbox, {cwd!r} is not")
-    return cwd
-
-
-def _seconds(timeout: float | None) -> float | None:
-    if timeout is not None and (timeout < 0 or math.isnan(timeout)):
-        raise ValueError(f"a timeout is a number of seconds, not {timeout!r}")
-    return timeout
-
-
-def _decoder() -> Callable[[bytes], str]:
-    import codecs
-
-    return codecs.getincrementaldecoder("utf-8")(errors="replace").decode
