@@ -21,7 +21,8 @@ LOW_TO_HIGH = {
     "linux": 1,
     "deltafs": 2,
     "deltacr": 2,
-    "doctor": 2,
+    "host": 2,
+    "doctor": 3,
     "keeper": 3,
     "sandbox": 4,
 }

@@ -23,6 +23,7 @@ from typing import Any, Final
 log = logging.getLogger(__name__)
 
 NAME: Final = "journal"
+_PF_EXITING: Final = 4  # of the flags in /proc/PID/stat: killed, and on the way to being a zombie
 
 
 def boot_id() -> str:
@@ -30,13 +31,14 @@ def boot_id() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when there is none (or a zombie)."""
+    """When a process started, in clock ticks since boot; None when there is none, or it is ending."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    ends = fields[0] in "ZX" or int(fields[6]) & _PF_EXITING
+    return None if ends else int(fields[19])
 
 
 class Journal:
