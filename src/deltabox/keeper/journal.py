@@ -31,7 +31,7 @@ def boot_id() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when there is none or it is ending."""
+    """When a process started, in clock ticks since boot; None: there is none, or it is ending."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
