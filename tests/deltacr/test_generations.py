@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,33 +13,7 @@ from deltabox import Sandbox
 from tests.conftest import keepers
 from tests.deltacr.test_nothing_silent import compare, look
 
-# A server with workers: epoll, unix and TCP connections, shared memory, threads, a child.
-_SERVER = r"""
-import asyncio, mmap, os, socket, sys, threading, time
-shared = mmap.mmap(-1, 1 << 16)
-listening = socket.create_server(('127.0.0.1', 8000), reuse_port=True)
-def work(number):
-    async def serve(reader, writer):
-        while line := await reader.readline():
-            shared[number] = (shared[number] + 1) % 256
-            writer.write(b'%d %d ' % (number, sum(shared[:4])) + line)
-            await writer.drain()
-    async def main():
-        server = await asyncio.start_server(serve, sock=listening)
-        await server.serve_forever()
-    asyncio.run(main())
-for number in range(3):
-    if not os.fork():
-        work(number)
-for _ in range(3):
-    threading.Thread(target=lambda: time.sleep(1e6), daemon=True).start()
-client = socket.create_connection(('127.0.0.1', 8000))
-stream = client.makefile('rwb')
-print('up', flush=True)
-for line in sys.stdin:
-    stream.write(line.encode()); stream.flush()
-    print(stream.readline().decode(), end='', flush=True)
-"""
+SERVER = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "generations.py"))["SERVER"]
 
 
 def _settled(count: Callable[[], int]) -> int:
@@ -64,7 +39,7 @@ def _held_by_keeper() -> dict[str, int]:
 
 
 def test_thirty_generations_of_a_server(sandbox: Sandbox) -> None:
-    process = sandbox.spawn(["python3", "-c", _SERVER])
+    process = sandbox.spawn(["python3", "-c", SERVER])
     assert process.stdout.readline() == "up\n"
 
     def ask(text: str) -> str:
