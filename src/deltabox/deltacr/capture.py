@@ -16,6 +16,7 @@ from dataclasses import replace
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
 from ..linux import pidfd, proc, ptrace
+from ..linux.bulk import Regions
 from ..linux.futex import get_robust_list
 from . import memory
 from .descriptors import DescriptorTable
@@ -47,6 +48,8 @@ from .objects import (
 )
 from .objects.ghosts import Attic, Ghosts
 from .objects.sockets import Network
+from .space import Space
+from .stash import Changes
 from .subject import Refuse, Refused
 
 _PR_GET_SECUREBITS, _PR_GET_TID_ADDRESS = 27, 40
@@ -77,8 +80,10 @@ def capture(
     born: float,
     attic: Attic,
     on_external: str,
-) -> tuple[Capture, list[int]]:
-    """Everything but the pages themselves, and files with shared memory. Raises UnsupportedState.
+) -> tuple[Capture, list[int], dict[int, Changes]]:
+    """Everything but the pages, files with shared memory, and which pages may have changed.
+
+    Raises UnsupportedState.
 
     `base` is a descriptor of the base's root (-1: none); `born` the time.time() of the tree's
     first moment, before which every inode change belongs to the base; `on_external` says what
@@ -86,7 +91,7 @@ def capture(
     """
     capturing = _Capturing(live, frozen, owner, externals, waits, base, born, attic, on_external)
     try:
-        return capturing.whole(), capturing.table.shared.copies
+        return capturing.whole(), capturing.table.shared.copies, capturing.changes
     except BaseException:
         capturing.table.shared.close()
         raise
@@ -109,6 +114,7 @@ class _Capturing:
         self.frozen = frozen
         self.owner = owner
         self.waits = waits
+        self.changes: dict[int, Changes] = {}  # by pid inside
         self.filters = seccomp.ours(live.init)
         self.ghosts = Ghosts(live.root, owner, attic, born)
         self.names = Names(live.root, base, born, self.ghosts)
@@ -197,7 +203,33 @@ class _Capturing:
         tids = [host, *(t for t in tids if t != host)]
         self._check_process(host, tids, status, refuse)
 
-        mappings, vdso, gap = memory.mappings(host, refuse)
+        space = self.live.space(host, pid)
+        bare, vdso, gap = memory.mappings(host, space.watched, refuse)
+        pagemap = os.open(f"/proc/{host}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return self._stopped(
+                host, pid, tids, stat, status, space, pagemap, bare, vdso, gap, inside, refuse
+            )
+        finally:
+            os.close(pagemap)
+
+    def _stopped(
+        self,
+        host: int,
+        pid: int,
+        tids: list[int],
+        stat: proc.Stat,
+        status: dict[str, str],
+        space: Space,
+        pagemap: int,
+        bare: list[Vma],
+        vdso: int,
+        gap: int,
+        inside: dict[int, int],
+        refuse: Refuse,
+    ) -> Process:
+        present = space.present(pagemap, bare)
+        mappings = memory.with_pages(bare, present)
         mappings = self.names.mapped(host, mappings, refuse)
         mappings = [self._shared(host, m, refuse) for m in mappings]
         mappings = [
@@ -216,6 +248,7 @@ class _Capturing:
                 mine = self._ask_process(host, injection, int(status["Umask"], 8), refuse)
                 answers = {tid: self._ask_thread(tid, injection) for tid in tids}
                 lock_future = locked.future(host, status.get("VmLck", ""), gap)
+                space.watch(injection)
             actions, itimers, posix, brk, carried = mine
             pending = tuple(ptrace.pending(host, shared=True))
             partial = Process(pid, host, 0, 0, 0, 0, b"", sigactions=actions, pending=pending)
@@ -224,6 +257,7 @@ class _Capturing:
             )
         finally:
             os.close(memory_fd)
+        self._look(space, pid, pagemap, bare, present)
         waiting = self._still_to_resume(pid, threads)
         if waiting is not None:
             then = {t.tid: t for t in waiting.threads}
@@ -292,6 +326,15 @@ class _Capturing:
             lock_future=lock_future,
             tty=terminals.controlling(stat.tty),
         )
+
+    def _look(
+        self, space: Space, pid: int, pagemap: int, mappings: list[Vma], present: Regions
+    ) -> None:
+        base = self.live.base
+        held = base.stash.of(pid) if base is not None and base.stash is not None else {}
+        space.look(pagemap, mappings, present, held, base)
+        whole = present if not present.guarded else present.unguarded()
+        self.changes[pid] = Changes(space.changes(), whole, space.compared)
 
     def _shared(self, host: int, mapping: Vma, refuse: Refuse) -> Vma:
         if mapping.kind != "memory":

@@ -28,7 +28,7 @@ from .objects.seccomp import forbids_restart
 from .peer import PeerGone, ProgramFailed, Run, insist
 from .program import compile_program
 from .records import Var
-from .stash import Stash, feed, plan
+from .stash import Changes, Stash, feed, plan
 from .template import Stats, Template
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def take(
         try:
             undisturbed = functools.partial(_undisturbed, waits=live.waits)
             with freeze(live, undisturbed) as frozen:
-                seen, copies = capture(
+                seen, copies, changes = capture(
                     live,
                     frozen,
                     owner=owner,
@@ -76,9 +76,12 @@ def take(
                 stash = plan(seen, blank.stash)
                 shared = sum(size for one in seen.shared for _, size in one.extents)
                 blank.resize(sum(stash.sizes().values()) + shared)
-                changed = _feed(blank, seen, stash, reference)
+                changed = _feed(blank, seen, stash, reference, changes)
                 result = at_instant()
             pause = time.monotonic() - frozen.began
+            live.forget_others(frozen.threads)
+            for space in live.spaces.values():
+                space.settled()
         except DeltaBoxError:
             raise
         except (ProgramFailed, PeerGone) as error:
@@ -100,16 +103,21 @@ def take(
     return blank, result
 
 
-def _feed(blank: Template, seen: Capture, stash: Stash, reference: int) -> int:
+def _feed(
+    blank: Template,
+    seen: Capture,
+    stash: Stash,
+    reference: int,
+    changes: dict[int, Changes],
+) -> int:
     """Read the tree's pages into the template; bytes that were written there."""
-    feeding = feed(seen, stash, blank.stash, reference)
+    feeding = feed(seen, stash, blank.stash, reference, changes)
     try:
         run = blank.peer.run(feeding.program.seal(), 0, feeding.fds)
     finally:
         for fd in feeding.fds.values():
             os.close(fd)
-    check_reads(run, feeding.checks)
-    return feeding.fresh + run.variable(feeding.copied) * PAGE
+    return feeding.pulled + run.variable(feeding.copied) * PAGE
 
 
 def check_reads(run: Run, checks: list[tuple[Var, int]]) -> None:

@@ -15,7 +15,7 @@ import resource
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from .network import Network
 from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
 from .peer import Peer, PeerGone, ProgramFailed, insist
 from .records import Program, Ref, Sealed, Var
+from .space import Space
 from .template import Template
 
 _SPAWN_SLOT = 512  # programs of a PID 1 are mapped this many slots above its own control memory
@@ -99,6 +100,7 @@ class Live:
         self.origin: Capture | None = None  # what it was restored from
         self.base: Template | None = None  # the last state of it that a template holds
         self.successor: Template | None = None  # made ahead for the next checkpoint
+        self.spaces: dict[int, Space] = {}  # by host pid
         self.handed: dict[str, int] = {}  # descriptors taken out of a restored PID 1
         self.on_end: Callable[[], None] = lambda: None
         # guesses at the path of a file by its handle (kind, bytes) and inode number; whoever owns
@@ -117,6 +119,21 @@ class Live:
         """Get descriptors that PID 1 has made for the keeper: name -> number in PID 1."""
         for name, number in numbers.items():
             self.handed[name] = pidfd.getfd(self.pidfd, number)
+
+    def space(self, host: int, pid: int) -> Space:
+        """What is known of the memory of one process, by its host pid and its pid inside."""
+        if host not in self.spaces:
+            self.spaces[host] = Space(host, origin=self.base if self.restored(pid) else None)
+        return self.spaces[host]
+
+    def restored(self, pid: int) -> bool:
+        """Whether a process was cloned from a template, by its pid inside."""
+        return self.origin is not None and pid in self.origin.by_pid
+
+    def forget_others(self, hosts: Container[int]) -> None:
+        """Drop what is known of processes that have ended."""
+        for host in [host for host in self.spaces if host not in hosts]:
+            self.spaces.pop(host).close()
 
     def keep_successor(self, base: Template, made: Template) -> bool:
         """Keep a template for the next checkpoint; False when it comes too late."""
@@ -389,6 +406,7 @@ class Live:
             if self.successor is not None:
                 self.successor.close()
                 self.successor = None
+            self.forget_others(())
             self.kill_all()
             pidfd.reap(self.pidfd)
             self.peer.close()

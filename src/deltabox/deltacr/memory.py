@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Literal
 
 from ..linux import numbers as nr
-from ..linux import pagemap
+from ..linux.bulk import Regions
 from ..linux.proc import read
 from .model import PAGE, Mapping, Process
 from .objects import shared_memory
@@ -39,6 +39,7 @@ from .records import (
     Program,
     Sequence,
 )
+from .space import pages_of
 from .stash import Stash, map_flags
 from .subject import Refuse
 
@@ -64,6 +65,7 @@ _KNOWN_FLAGS = {
 }
 # VmFlags -> advice of madvise(2) that sets them again
 _ADVICE = {"rr": 1, "sr": 2, "dc": 10, "mg": 12, "hg": 14, "nh": 15, "dd": 16, "wf": 18}
+_WATCHED = frozenset({"uw"})  # VM_UFFD_WP
 _WIPED = frozenset({"wf", "dp"})  # VM_WIPEONFORK, VM_DROPPABLE
 _IOV_MAX = 1024
 _MADV_UNMERGEABLE, _MADV_GUARD_INSTALL = 13, 102
@@ -77,28 +79,33 @@ _DELETED = " (deleted)"
 _AIO = "/[aio] (deleted)"
 
 
-def mappings(host: int, refuse: Refuse) -> tuple[list[Mapping], int, int]:
-    """(the VMAs, address of the vdso, a free place for injection) of a stopped process."""
+def mappings(host: int, watched: bool, refuse: Refuse) -> tuple[list[Mapping], int, int]:
+    """(the VMAs, address of the vdso, a free place for injection) of a stopped process.
+
+    `watched`: it is us who watch its writes.
+    """
     found: list[Mapping] = []
     vdso = 0
-    fd = os.open(f"/proc/{host}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        for header, flags in _entries(host):
-            mapping = _mapping(header, flags, refuse)
-            if mapping is None:
-                continue
-            if mapping.path == "[vdso]":
-                vdso = mapping.start
-            if mapping.kind != "vdso":
-                pages, guards = pagemap.private_pages(fd, mapping.start, mapping.end)
-                lost = mapping.shared or mapping.flags & _WIPED
-                mapping = replace(mapping, pages=() if lost else tuple(pages), guards=tuple(guards))
-            found.append(mapping)
-    finally:
-        os.close(fd)
+    for header, flags in _entries(host):
+        mapping = _mapping(header, flags - _WATCHED if watched else flags, refuse)
+        if mapping is None:
+            continue
+        if mapping.path == "[vdso]":
+            vdso = mapping.start
+        found.append(mapping)
     if not vdso:
         raise refuse("has unmapped its vdso", "mapping")
     return found, vdso, _gap(found)
+
+
+def with_pages(mappings: list[Mapping], present: Regions) -> list[Mapping]:
+    """The mappings with the pages and guard regions that have been found in them."""
+    return [
+        replace(m, pages=() if m.shared or m.flags & _WIPED else pages, guards=guards)
+        if pages or guards
+        else m
+        for m, (pages, guards) in zip(mappings, pages_of(mappings, present), strict=True)
+    ]
 
 
 def _entries(host: int) -> list[tuple[re.Match[str], frozenset[str]]]:

@@ -58,6 +58,7 @@ class Op(IntEnum):
     LOAD = 10
     MERGE = 11
     EXPECT = 12
+    PULL = 13
 
 
 SCRATCH = 65536
@@ -192,6 +193,21 @@ class Sequence:
             number=copied.index,
             what=what,
         )
+
+    def pull(
+        self,
+        source: Argument,
+        remote: bytes,
+        local: bytes,
+        count: int,
+        total: int,
+        *,
+        is_file: bool,
+        what: str,
+    ) -> None:
+        """Read lists of ranges (struct iovec) of a process (a pid), or of its memory file."""
+        here, there = self.program.data(local), self.program.data(remote)
+        self._add(Op.PULL, source, there, here, count, total, int(is_file), what=what)
 
     def expect(self, value: Var, wanted: int, *, what: str = "") -> None:
         """Fail unless a call's result was this: a write or a wait that did less is an error."""
