@@ -51,24 +51,24 @@ BARE = [
 
 HARDENED = ["-fPIE", "-pie", "-fstack-protector-strong", "-Wl,-z,relro,-z,now"]
 
-# program: (source, compiler flags, libraries)
-PROGRAMS: dict[str, tuple[str, list[str], list[str]]] = {
-    "deltacr/_interpreter": ("deltacr/interpreter.c", BARE, []),
-    "deltacr/_nat": ("deltacr/nat.c", HARDENED, ["-ldl"]),
-    "linux/_bulk": ("linux/bulk.c", ["-fPIC", "-shared", "-pthread"], []),
+# program: (sources, compiler flags, libraries)
+PROGRAMS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "deltacr/_interpreter": (["deltacr/interpreter.c"], BARE, []),
+    "deltacr/_nat": (["deltacr/nat.c"], HARDENED, ["-ldl"]),
+    "linux/_bulk": (["linux/bulk.c", "linux/ask.c", "linux/stop.c"], ["-fPIC", "-shared"], []),
 }
 
 
 def compile_program(directory: Path, program: str) -> None:
     """Compile a program into `directory` with `$CC` (default `cc`); replaces it atomically."""
-    source, flags, libraries = PROGRAMS[program]
+    sources, flags, libraries = PROGRAMS[program]
     output = directory / program
     compiler = os.environ.get("CC", "cc").split()
     if shutil.which(compiler[0]) is None:
         sys.exit(f"deltabox needs a C compiler to build: {compiler[0]!r} is not installed")
     output.parent.mkdir(parents=True, exist_ok=True)
     fresh = output.with_name(f"{output.name}.{os.getpid()}")
-    command = [*compiler, *FLAGS, *flags, "-o", str(fresh), str(SOURCES / source), *libraries]
+    command = [*compiler, *FLAGS, *flags, "-o", str(fresh), *(str(SOURCES / s) for s in sources), *libraries]
     print(" ".join(command), flush=True)
     try:
         subprocess.run(command, check=True)

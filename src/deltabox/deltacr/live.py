@@ -32,6 +32,7 @@ from ..linux.proc import (
 from ..linux.terminal import TIOCSCTTY
 from .boot import SIGCHLD
 from .interrupted import Waits
+from .look import Common
 from .model import Capture
 from .network import Network
 from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
@@ -101,6 +102,7 @@ class Live:
         self.base: Template | None = None  # the last state of it that a template holds
         self.successor: Template | None = None  # made ahead for the next checkpoint
         self.spaces: dict[int, Space] = {}  # by host pid
+        self.common = Common(init)
         self.handed: dict[str, int] = {}  # descriptors taken out of a restored PID 1
         self.on_end: Callable[[], None] = lambda: None
         # guesses at the path of a file by its handle (kind, bytes) and inode number; whoever owns

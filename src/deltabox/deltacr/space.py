@@ -29,16 +29,18 @@ from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 from ..linux import bulk, pidfd, userfaultfd
+from ..linux import numbers as nr
+from ..linux.ask import Answers, Kind, Questions
 from ..linux.bulk import Areas, Regions
-from ..linux.pagemap import PAGE_IS_GUARD
+from . import memory
+from .look import Look, questions
 from .model import Mapping
 
 if TYPE_CHECKING:
     from .inject import Injection
     from .stash import Held
+    from .subject import Refuse
     from .template import Template
-
-Pages = tuple[tuple[int, int], ...]
 
 _NEVER = frozenset({"wf", "dp"})  # not saved: VM_WIPEONFORK, VM_DROPPABLE
 
@@ -55,6 +57,13 @@ class Space:
         self._origin = origin
         self._seen = False  # its pages have been protected once
         self._areas: tuple[Items[Mapping], Areas, Areas] | None = None
+        self._questions: tuple[list[int], Questions] | None = None
+        self._flags = Questions()
+        self._flags.add("flags", Kind.FLAGS, f"/proc/{host}/smaps")
+        self._map: tuple[bytes, tuple[list[Mapping], int, int]] | None = None
+        self._names: tuple[tuple[str, ...], Questions] | None = None
+        self._known: tuple[list[Mapping], Regions, Answers, tuple[Mapping, ...]] | None = None
+        self.seen: Look
 
     @property
     def watched(self) -> bool:
@@ -70,7 +79,7 @@ class Space:
         """Have the stopped process make a descriptor for us, if the host can and it may."""
         if self._watcher >= 0 or not userfaultfd.supported():
             return
-        number = injection.run(self.host, [(userfaultfd.USERFAULTFD, userfaultfd.FLAGS)])[0]
+        number = injection.run(self.host, ((userfaultfd.USERFAULTFD, userfaultfd.FLAGS),))[0]
         if number < 0:
             return  # out of descriptors, or a security module: compared, then
         try:
@@ -80,7 +89,7 @@ class Space:
             finally:
                 os.close(process)
         finally:
-            injection.run(self.host, [(3, number)])
+            injection.run(self.host, ((nr.CLOSE, number),))
         self._introduce()
 
     def _introduce(self) -> None:
@@ -95,7 +104,53 @@ class Space:
         self._watcher, self._origin = watcher, origin
         self._introduce()
 
-    # -- looking ------------------------------------------------------------------------------
+    # -- what it is -----------------------------------------------------------------------------
+
+    def ask(self, tids: list[int]) -> Look:
+        """Look at the stopped process, which has these threads, the main one first."""
+        if self._questions is None or self._questions[0] != tids:
+            self._questions = tids, questions(self.host, tids)
+        self.seen = Look(self._questions[1])
+        return self.seen
+
+    def mappings(self, refuse: Refuse) -> tuple[list[Mapping], int, int]:
+        """(the VMAs without pages, address of the vdso, a free place for injection).
+
+        The very same list as the last time when nothing but pages has changed.
+        """
+        text = self._flags.ask()["flags"]
+        if self._map is None or self._map[0] != text:
+            self._map = text, memory.mappings(text, self.watched, refuse)
+        return self._map[1]
+
+    def names(self, root: int, paths: tuple[str, ...]) -> Answers:
+        """What these paths lead to inside a root (a descriptor)."""
+        if self._names is None or self._names[0] != paths:
+            ask = Questions()
+            for path in paths:
+                ask.add(path, Kind.IN_ROOT, path, who=root, more=os.O_PATH)
+            self._names = paths, ask
+        return self._names[1].ask()
+
+    def known_mappings(
+        self, bare: list[Mapping], present: Regions, names: Answers
+    ) -> tuple[Mapping, ...] | None:
+        """What was remembered, if it was made of the same."""
+        known = self._known
+        if known is None or known[0] is not bare or not known[2].same(names):
+            return None
+        return known[3] if known[1].packed == present.packed else None
+
+    def remember_mappings(
+        self,
+        bare: list[Mapping],
+        present: Regions,
+        names: Answers,
+        found: tuple[Mapping, ...],
+    ) -> None:
+        self._known = bare, present, names, found
+
+    # -- looking at its pages ---------------------------------------------------------------------
 
     def present(self, pagemap: int, mappings: Items[Mapping]) -> Regions:
         """The private pages and guard regions of these mappings."""
@@ -224,27 +279,3 @@ def _runs(mappings: Items[Mapping], unknown: Regions) -> list[tuple[int, int]]:
         else:
             found.append((mapping.start, mapping.end))
     return found
-
-
-def pages_of(mappings: Items[Mapping], present: Regions) -> list[tuple[Pages, Pages]]:
-    """(pages, guard regions) of each mapping."""
-    out: list[tuple[Pages, Pages]] = []
-    regions = iter(present)
-    region = next(regions, None)
-    for mapping in mappings:
-        pages: list[tuple[int, int]] = []
-        guards: list[tuple[int, int]] = []
-        while region is not None and region[0] < mapping.end:
-            low, high, found = region
-            if high > mapping.start:
-                into = guards if found & PAGE_IS_GUARD else pages
-                low, end = max(low, mapping.start), min(high, mapping.end)
-                if into and into[-1][1] == low:
-                    into[-1] = into[-1][0], end
-                else:
-                    into.append((low, end))
-            if high > mapping.end:
-                break
-            region = next(regions, None)
-        out.append((tuple(pages), tuple(guards)))
-    return out

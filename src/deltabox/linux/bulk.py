@@ -19,7 +19,8 @@ LIBRARY = Path(__file__).with_name("_bulk")
 _ROOM = 1 << 14
 _LONGEST = 4 << 20  # bytes in one entry of an iovec
 
-_c = ctypes.CDLL(str(LIBRARY))
+library = ctypes.CDLL(str(LIBRARY), use_errno=False)
+_c = library
 for _name in ("bulk_present", "bulk_written", "bulk_unshared", "bulk_translate"):
     getattr(_c, _name).restype = ctypes.c_long
 
