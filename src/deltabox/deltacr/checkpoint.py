@@ -89,7 +89,7 @@ def take(
         except OSError as error:
             raise CheckpointError(f"the tree could not be captured: {error}") from error
     limits = [_limit(which) for which in range(16)]
-    blank.sealed, blank.pid = compile_program(seen, stash, network=network, limits=limits)
+    blank.sealed, blank.first = compile_program(seen, stash, network=network, limits=limits)
     blank.capture = seen
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
     blank.stash = stash

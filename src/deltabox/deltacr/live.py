@@ -37,12 +37,9 @@ from .model import Capture
 from .network import Network
 from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
 from .peer import Peer, PeerGone, ProgramFailed, insist
-from .records import Program, Ref, Sealed, Var
+from .records import REQUEST_SLOT, Program, Ref, Sealed, Var
 from .space import Space
 from .template import Template
-
-_SPAWN_SLOT = 512  # programs of a PID 1 are mapped this many slots above its own control memory
-
 
 FindFile = Callable[[int, bytes, int], Iterator[str]]
 
@@ -97,6 +94,7 @@ class Live:
         self.root = -1
         self.lock = threading.RLock()  # held by spawn and by a freeze: no child is half made
         self.world = WorldState(0, b"")
+        self.tasks = 0  # while it waits to be used: how many it has, instead of a sandbox's share
         self.waits = Waits()
         self.origin: Capture | None = None  # what it was restored from
         self.base: Template | None = None  # the last state of it that a template holds
@@ -229,7 +227,7 @@ class Live:
                 with self.peer.lock:
                     run = self.peer.send(
                         program.seal(),
-                        self.slot + _SPAWN_SLOT,
+                        self.slot + REQUEST_SLOT,
                         dict(zip(names, stdio.values(), strict=True)),
                     )
                     self.peer.answer(run)
@@ -275,7 +273,7 @@ class Live:
             program.root.call(nr.KILL, pid, sig, may_fail=not strict)
         try:
             with self.lock:
-                self.peer.run(program.seal(), self.slot + _SPAWN_SLOT)
+                self.peer.run(program.seal(), self.slot + REQUEST_SLOT)
         except ProgramFailed as failure:
             raise OSError(failure.errno, os.strerror(failure.errno)) from None
 
@@ -285,7 +283,7 @@ class Live:
         Once it has answered, every child that had ended by then has been reported.
         """
         with self.lock:
-            run = self.peer.run(_SURVEY, self.slot + _SPAWN_SLOT)
+            run = self.peer.run(_SURVEY, self.slot + REQUEST_SLOT)
 
         def text(name: str) -> bytes:
             at = _BUFFERS[name].offset
@@ -318,7 +316,7 @@ class Live:
                 answers.append(answer.offset)
             fds = {f"socket{index}": fd for index, fd in enumerate(some)}
             with self.lock:
-                run = self.peer.run(program.seal(), self.slot + _SPAWN_SLOT, fds)
+                run = self.peer.run(program.seal(), self.slot + REQUEST_SLOT, fds)
             found += [struct.unpack_from("<i", run.memory, at)[0] for at in answers]
         return found
 
@@ -363,6 +361,11 @@ class Live:
 
     # -- the end ------------------------------------------------------------------------------
 
+    @property
+    def alive(self) -> bool:
+        """Whether PID 1 has not ended."""
+        return not self._ended and not pidfd.ended(self.pidfd, 0)
+
     def release(self) -> None:
         """Let a restored tree run. The answer to the barrier message is its start."""
         self.peer.sock.send(b"go")
@@ -376,7 +379,7 @@ class Live:
         if self._ended:
             return
         try:
-            (self.group / "cgroup.freeze").write_text("1")
+            cgroup.freeze(self.group, True)
             if not cgroup.wait_event(self.group, b"frozen 1", 0.05):
                 self.kill_all()
         except BaseException:
@@ -385,7 +388,7 @@ class Live:
 
     def thaw(self) -> None:
         """Undo `stop`."""
-        (self.group / "cgroup.freeze").write_text("0")
+        cgroup.freeze(self.group, False)
 
     def kill_all(self) -> None:
         """Kill everything and wait for it.
