@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -75,6 +76,7 @@ class Engine:
         if root is None:
             raise HostUnsupported("control groups version 2 are not mounted")
         self.name = f"deltabox-{os.getpid()}"
+        self.beside = ThreadPoolExecutor(32, thread_name_prefix="beside")
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:  # PID 1 opens everything that a tree has open, before it clones it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -115,6 +117,7 @@ class Engine:
         return Tree(self, name, first_uid, memory_limit, pids_limit, network, on_external, io_uring)
 
     def close(self) -> None:
+        self.beside.shutdown()
         self.seed.close()
         end_task(self._task)
         with contextlib.suppress(FileNotFoundError):
@@ -232,7 +235,7 @@ class Tree:
             live.end()
             raise RollbackError(f"a terminal could not be filled again: {error}") from error
         live.origin = template.capture
-        live.base = template
+        live.base = live.cloned_from = template
         return live
 
     def _use(self, world: Live) -> None:
@@ -286,6 +289,7 @@ class Tree:
                 externals=externals,
                 attic=attic,
                 at_instant=at_instant,
+                beside=self.engine.beside,
             )
         except BaseException:
             blank.close()

@@ -32,7 +32,6 @@ from ..linux.proc import (
 from ..linux.terminal import TIOCSCTTY
 from .boot import SIGCHLD
 from .interrupted import Waits
-from .look import Common
 from .model import Capture
 from .network import Network
 from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
@@ -97,10 +96,10 @@ class Live:
         self.tasks = 0  # while it waits to be used: how many it has, instead of a sandbox's share
         self.waits = Waits()
         self.origin: Capture | None = None  # what it was restored from
+        self.cloned_from: Template | None = None
         self.base: Template | None = None  # the last state of it that a template holds
         self.successor: Template | None = None  # made ahead for the next checkpoint
         self.spaces: dict[int, Space] = {}  # by host pid
-        self.common = Common(init)
         self.handed: dict[str, int] = {}  # descriptors taken out of a restored PID 1
         self.on_end: Callable[[], None] = lambda: None
         # guesses at the path of a file by its handle (kind, bytes) and inode number; whoever owns
@@ -123,7 +122,9 @@ class Live:
     def space(self, host: int, pid: int) -> Space:
         """What is known of the memory of one process, by its host pid and its pid inside."""
         if host not in self.spaces:
-            self.spaces[host] = Space(host, origin=self.base if self.restored(pid) else None)
+            origin = self.cloned_from if self.restored(pid) else None
+            known = origin.known.get(pid) if origin is not None else None
+            self.spaces[host] = Space(host, origin, known)
         return self.spaces[host]
 
     def restored(self, pid: int) -> bool:
