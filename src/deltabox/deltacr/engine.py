@@ -37,11 +37,10 @@ from ..errors import (
 )
 from ..linux import cgroup
 from ..linux.cgroup import remove as remove_cgroup
-from . import boot, checkpoint
+from . import ahead, boot, checkpoint
 from .asked import Asked
 from .boot import First
 from .groups import Groups
-from .live import Exit as Exit
 from .live import Live, WorldState
 from .model import External
 from .network import Network, Networks
@@ -49,6 +48,7 @@ from .objects import seccomp, terminals
 from .objects.ghosts import Attic
 from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import SLOTS, WORLD_SLOT, Program, Sealed
+from .reports import Exit as Exit
 from .stash import duplicate, plan
 from .template import Template
 
@@ -255,7 +255,7 @@ class Tree:
                 run = peer.send(sealed, live.slot, fds)
                 asked.serve(run)
                 peer.answer(run)  # all clones have been made
-            peer.answer(run)
+            live.await_answer(run)
         live.take(sealed.handed)
 
     def checkpoint(
@@ -416,6 +416,13 @@ class Tree:
         with self._lock:
             self._lives.discard(live)
         self._scale_groups()
+
+    def look_ahead(self, live: Live) -> None:
+        """Begin to watch a restored tree that runs; for the caller's background."""
+        try:
+            ahead.look(live)
+        except OSError as error:
+            log.info("the next checkpoint will look for itself: %s", error)
 
     def prepare(self, live: Live) -> None:
         """Make the template of a live tree's next checkpoint ahead; for the caller's background.

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import resource
+import select
 import socket
 import struct
 import threading
@@ -35,20 +36,14 @@ from .interrupted import Waits
 from .model import Capture
 from .network import Network
 from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
-from .peer import Peer, PeerGone, ProgramFailed, insist
+from .peer import Peer, PeerGone, ProgramFailed, Run, insist
 from .records import REQUEST_SLOT, Program, Ref, Sealed, Var
+from .reports import Exit, Reports
 from .space import Space
 from .template import Template
+from .turns import Ahead
 
 FindFile = Callable[[int, bytes, int], Iterator[str]]
-
-
-@dataclass(frozen=True)
-class Exit:
-    """The end of a child of PID 1: its pid inside, and its wait status (wait(2))."""
-
-    pid: int
-    status: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ class Live:
         self.pidfd = os.pidfd_open(init)
         self.group = group
         self.peer = Peer(requests)
-        self.reports = reports
+        self.reports = Reports(reports)
         self.slot = slot
         self.root = -1
         self.lock = threading.RLock()  # held by spawn and by a freeze: no child is half made
@@ -100,6 +95,7 @@ class Live:
         self.base: Template | None = None  # the last state of it that a template holds
         self.successor: Template | None = None  # made ahead for the next checkpoint
         self.spaces: dict[int, Space] = {}  # by host pid
+        self.ahead = Ahead()
         self.handed: dict[str, int] = {}  # descriptors taken out of a restored PID 1
         self.on_end: Callable[[], None] = lambda: None
         # guesses at the path of a file by its handle (kind, bytes) and inode number; whoever owns
@@ -107,7 +103,6 @@ class Live:
         self.find: FindFile = lambda kind, handle, inode: iter(())
         self._ended = False
         self._end_lock = threading.Lock()
-        reports.setblocking(False)
 
     def attach(self, world: WorldState | None) -> None:
         """Open what needs the mounts to be in place; `world` is known from an earlier sandbox."""
@@ -125,6 +120,8 @@ class Live:
             origin = self.cloned_from if self.restored(pid) else None
             known = origin.known.get(pid) if origin is not None else None
             self.spaces[host] = Space(host, origin, known)
+            if origin is not None:
+                self.spaces[host].adopt(self.reports.watcher(pid))
         return self.spaces[host]
 
     def restored(self, pid: int) -> bool:
@@ -323,20 +320,19 @@ class Live:
 
     def read_exits(self) -> list[Exit]:
         """Ends reported so far; EOFError when PID 1 itself has died."""
-        exits: list[Exit] = []
+        return self.reports.exits()
+
+    def await_answer(self, run: Run) -> None:
+        """Wait for PID 1, while those it rebuilds may have more to report than the socket holds."""
+        poller = select.poll()
+        poller.register(self.peer.sock, select.POLLIN)
+        poller.register(self.reports.sock, select.POLLIN)
         while True:
-            try:
-                data = self.reports.recv(8)
-            except BlockingIOError:
-                return exits
-            except ConnectionResetError:
-                data = b""
-            if not data:
-                if exits:
-                    return exits
-                raise EOFError("PID 1 of the sandbox has died")
-            pid, status = struct.unpack("<ii", data)
-            exits.append(Exit(pid, status))
+            ready = {fd for fd, _ in poller.poll(10_000)}
+            if not ready or self.peer.sock.fileno() in ready:
+                break
+            self.reports.collect()
+        self.peer.answer(run)
 
     # -- looking at it ------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class Space:
         self.known = known
         self._watcher = -1
         self._origin = origin
-        self._seen = False  # its pages have been protected once
+        self.seen = False  # its pages have been protected once
         self._areas: tuple[Items[Mapping], Areas, Areas] | None = None
 
     @property
@@ -113,10 +113,11 @@ class Space:
             self.close()
             raise
 
-    def adopt(self, watcher: int, origin: Template) -> None:
-        """Take the descriptor that a restored process has made for us."""
-        self._watcher, self._origin = watcher, origin
-        self._introduce()
+    def adopt(self, watcher: int) -> None:
+        """Take the descriptor that a restored process has made for us; -1: it has made none."""
+        if watcher >= 0:
+            self._watcher = watcher
+            self._introduce()
 
     # -- what it is -----------------------------------------------------------------------------
 
@@ -159,15 +160,15 @@ class Space:
         found = Regions()
         if self.watched:
             found = bulk.written(pagemap, self._where(mappings)[1])
-        if not self._seen:
+        if not self.seen:
             # restored, and never looked at: everything counts as written
             found, unknown = bulk.union([found, unknown]), Regions()
         if self._origin is not None and template is not None and not template.closed:
-            if not self._seen:
+            if not self.seen:
                 found = self._unshared(pagemap, found, base, template)
             elif len(unknown):
                 unknown = self._unshared(pagemap, unknown, base, template)
-        self._seen = True
+        self.seen = True
         self.compared = self.compared or not self.watched
         self.pending.append(bulk.union([found, unknown]))
 
