@@ -53,6 +53,7 @@ from .objects.ghosts import Attic, Ghosts
 from .objects.sockets import Network
 from .stash import Changes
 from .subject import Refuse, Refused
+from .template import Template
 
 _PR_GET_SECUREBITS, _PR_GET_TID_ADDRESS = 27, 40
 # Fields of a thread that are restored on the last steps, after a stopped job has stopped.
@@ -119,6 +120,7 @@ class Capturing:
         self,
         live: Live,
         frozen: Frozen,
+        template: Template,
         *,
         owner: int,
         externals: Mapping[str, External],
@@ -127,12 +129,13 @@ class Capturing:
         attic: Attic,
         on_external: str,
     ) -> None:
-        """`base` is a descriptor of the base's root (-1: none); `born` the time.time() of the
-        tree's first moment, before which every inode change belongs to the base; `on_external`
-        says what becomes of connections to the outside.
+        """`template` will hold it; `base` is a descriptor of the base's root (-1: none); `born`
+        the time.time() of the tree's first moment, before which every inode change belongs to the
+        base; `on_external` says what becomes of connections to the outside.
         """
         self.live = live
         self.frozen = frozen
+        self.template = template
         self.owner = owner
         self.waits = live.waits
         self.ghosts = Ghosts(live.root, owner, attic, born)
@@ -164,7 +167,7 @@ class Capturing:
         self.inside = proc.inside_pids([live.init, *frozen.threads])
         self.table.inside.update(self.inside)
         stopped = {host: self.inside[host] for host in frozen.threads}
-        with Memories(live, stopped, self.names, beside) as self._memories:
+        with Memories(live, stopped, self.names, self.template, beside) as self._memories:
             with live.surveying() as survey:
                 self.common = live.common()
                 self._check_world()
@@ -382,12 +385,7 @@ class Capturing:
         mappings = memory.with_pages(seen.known.bare, seen.present)
         mappings = self.names.mapped(host, mappings, refuse)
         mappings = [self._shared(host, m, refuse) for m in mappings]
-        found = tuple(
-            replace(m, of_base=True)
-            if m.pages and m.kind == "file" and self.names.is_pristine(m)
-            else m
-            for m in mappings
-        )
+        found = self.names.with_base(mappings)
         if all(m.memory < 0 and m.ghost < 0 and self.names.is_settled(m) for m in found):
             self._memories.space(host).learn(seen.present, seen.names, found)
         return found

@@ -26,6 +26,7 @@ from .names import Names
 from .space import Known, Space
 from .stash import Changes
 from .subject import Refuse
+from .template import Template
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,17 @@ class Memory:
 class Memories:
     """Begins to look at once; the answers are waited for. Used by one capture."""
 
-    def __init__(self, live: Live, inside: Mapping[int, int], names: Names, beside: Executor):
-        """`inside` are the pids by host pid of those to look at."""
+    def __init__(
+        self,
+        live: Live,
+        inside: Mapping[int, int],
+        names: Names,
+        template: Template,
+        beside: Executor,
+    ):
+        """`inside` are the pids by host pid of those to look at; `template` will be fed."""
         self._live = live
+        self._template = template
         self._names = names
         self._pids = dict(inside)
         self._spaces = {host: live.space(host, pid) for host, pid in inside.items()}
@@ -87,22 +96,11 @@ class Memories:
         self._resources.callback(os.close, pagemap)
         present = space.present(pagemap, known.bare)
         names = self._names.look(m.path for m in known.bare if m.kind == "file")
-        seen = Memory(known, pagemap, present, names, self._same(space, known, present, names))
+        found = same_mappings(space, known, present, names, self._names)
+        seen = Memory(known, pagemap, present, names, found)
         if space.watched or not userfaultfd.supported():
             self.look_for_writes(host, seen)
         return seen
-
-    def _same(
-        self, space: Space, known: Known, present: Regions, names: Answers
-    ) -> tuple[Vma, ...] | None:
-        """The mappings as they were found once, with the pages of now, if their files are same."""
-        if known.names is None or not known.names.same(names):
-            return None
-        if known.present is not None and known.present.packed == present.packed:
-            return known.found
-        found = memory.repaged(known.found, present, self._names.is_of_base)
-        space.learn(present, names, found)
-        return found
 
     def look_for_writes(self, host: int, seen: Memory) -> None:
         """Find out what may have changed; once for each process, when it is watched if it can."""
@@ -114,7 +112,20 @@ class Memories:
         """What the template has to read."""
         space, present = self._spaces[host], self.of(host).present
         whole = present.unguarded() if present.guarded else present
-        return Changes(space.changes(), whole, space.compared)
+        return Changes(space.changes(self._template), whole, space.compared)
+
+
+def same_mappings(
+    space: Space, known: Known, present: Regions, answers: Answers, names: Names
+) -> tuple[Vma, ...] | None:
+    """The mappings as they were found once, with the pages of now; None if a file is another."""
+    if known.names is None or not known.names.same(answers):
+        return None
+    if known.present is not None and known.present.packed == present.packed:
+        return known.found
+    found = memory.repaged(known.found, present, names.is_of_base)
+    space.learn(present, answers, found)
+    return found
 
 
 def refusing(host: int, pid: int) -> Refuse:

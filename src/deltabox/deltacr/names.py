@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Protocol
 
 from ..errors import UnsupportedState
 from ..linux.ask import Answers, Facts, Kind, Questions
@@ -18,14 +19,22 @@ from . import memory
 from .look import Look
 from .model import Mapping
 from .objects import files
-from .objects.ghosts import DELETED, Ghosts
+from .objects.ghosts import DELETED
 from .subject import Refuse, Refused
+
+
+class Nameless(Protocol):
+    """Where files without a name are kept (objects/ghosts.py). Raises Refused."""
+
+    def enter(self, path: str, target: str, *, unnamed: bool = False) -> int: ...
+
+    def enter_older(self, file: int, path: str) -> int: ...
 
 
 class Names:
     """What the names of one frozen tree have been found to lead to."""
 
-    def __init__(self, root_fd: int, base: int, born: float, ghosts: Ghosts) -> None:
+    def __init__(self, root_fd: int, base: int, born: float, ghosts: Nameless) -> None:
         """`base` is a descriptor of the base's root (-1: none); `born` when the tree began."""
         self.root_fd = root_fd
         self.base = base
@@ -54,6 +63,13 @@ class Names:
         """Whether a mapping shows what its name leads to, now and as long as that is the same."""
         key = (mapping.path, mapping.device, mapping.inode)
         return mapping.kind != "file" or (self._named[key] and mapping.ghost < 0)
+
+    def with_base(self, mappings: Iterable[Mapping]) -> tuple[Mapping, ...]:
+        """Written private mappings of the base's own files are marked: templates map those."""
+        return tuple(
+            replace(m, of_base=True) if m.pages and m.kind == "file" and self.is_pristine(m) else m
+            for m in mappings
+        )
 
     def is_of_base(self, mapping: Mapping) -> bool:
         """Whether a mapped file, whose name has been looked up, is the base's own, unchanged."""

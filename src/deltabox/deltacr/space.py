@@ -72,6 +72,7 @@ class Space:
         """`origin` is the template it was cloned from, `known` what was known of it then."""
         self.host = host
         self.pending: list[Regions] = []
+        self._copied: tuple[Template, int, Regions] | None = None
         self.compared = False  # pending pages may be unchanged: let the template compare them
         self.known = known
         self._watcher = -1
@@ -212,13 +213,21 @@ class Space:
         finally:
             os.close(theirs)
 
-    def changes(self, first: int = 0) -> Regions:
-        """All that is pending from the given look on."""
-        return bulk.union(self.pending[first:])
+    def changes(self, template: Template | None = None) -> Regions:
+        """All that is pending, but for what this template has read ahead."""
+        if self._copied is None or template is not self._copied[0]:
+            return bulk.union(self.pending)
+        _, looks, rest = self._copied
+        return bulk.union([rest, *self.pending[looks:]])
+
+    def copied(self, template: Template, looks: int, rest: Regions) -> None:
+        """The template has read what the first so many looks have found, but for the rest."""
+        self._copied = template, looks, rest
 
     def settled(self) -> None:
-        """A template holds everything that was pending."""
+        """A template holds everything that was pending, and is the last checkpoint's now."""
         self.pending.clear()
+        self._copied = None
 
     def _where(self, mappings: Items[Mapping]) -> tuple[Areas, Areas]:
         """(where to look for pages, where for writes)."""
