@@ -25,7 +25,7 @@ from .checkpoint import undisturbed
 from .freeze import Frozen, freeze
 from .inject import Injection
 from .live import Live
-from .look import Look
+from .look import CommonLook, Look
 from .memories import refusing, same_mappings
 from .model import Mapping, Process
 from .names import Names
@@ -50,6 +50,8 @@ class _NoGhosts:
 
 def work(live: Live, *, owner: int, base: int, born: float, reference: int) -> None:
     """Get as far as possible. Raises what a checkpoint would; nothing depends on it."""
+    live.common()
+    live.world_now()
     hosts = live.hosts()
     spaces = {pid: live.space(host, pid) for pid, host in hosts.items()}
     if not userfaultfd.supported():
@@ -76,19 +78,17 @@ def _watch(live: Live, spaces: dict[int, Space]) -> None:
     with live.lock, freeze(live, functools.partial(undisturbed, waits=live.waits)) as frozen:
         for pid, space in spaces.items():
             if space.host in frozen.threads and not space.watched:
-                _watch_one(space, pid, frozen, common.namespaces, common.filters)
+                _watch_one(space, pid, frozen, common)
 
 
-def _watch_one(
-    space: Space, pid: int, frozen: Frozen, namespaces: dict[str, int], filters: int
-) -> None:
+def _watch_one(space: Space, pid: int, frozen: Frozen, common: CommonLook) -> None:
     host = space.host
     tids = [host, *(tid for tid in frozen.threads[host] if tid != host)]
     if host not in frozen.threads[host]:
         return
     look, refuse = Look(tids), refusing(host, pid)
-    attributes.check_before_asking(host, tids, look, namespaces, refuse)
-    if seccomp.is_under(look.thread(host).status, filters):
+    attributes.check_before_asking(host, tids, look, common, refuse)
+    if seccomp.is_under(look.thread(host).status, common.filters):
         seccomp.suspend(host)
     known = space.map(refuse)
     memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
@@ -111,13 +111,9 @@ def _look(live: Live, space: Space, pid: int, names: Names) -> tuple[tuple[Mappi
     held = base.stash.of(pid) if base is not None and base.stash is not None else {}
     refuse = refusing(space.host, pid)
     known = space.map(refuse)
-    pagemap = os.open(f"/proc/{space.host}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        present = space.present(pagemap, known.bare)
-        space.look(pagemap, known.bare, present, held, base)
-    finally:
-        os.close(pagemap)
-    answers = names.look(m.path for m in known.bare if m.kind == "file")
+    present = space.present(known.bare)
+    space.look(known.bare, present, held, base)
+    answers = names.look(known.paths)
     found = same_mappings(space, known, present, answers, names)
     if found is None:
         if any(m.kind == "memory" for m in known.bare):

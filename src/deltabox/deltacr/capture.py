@@ -21,7 +21,7 @@ from ..linux.ptrace import Registers
 from . import memory
 from .descriptors import DescriptorTable
 from .freeze import Frozen, in_interpreter
-from .inject import DATA, Injection
+from .inject import DATA, Injection, NoRoom
 from .interrupted import UnknownCall
 from .live import Live
 from .look import Look
@@ -51,6 +51,7 @@ from .objects import (
 )
 from .objects.ghosts import Attic, Ghosts
 from .objects.sockets import Network
+from .space import Known
 from .stash import Changes
 from .subject import Refuse, Refused
 from .template import Template
@@ -394,7 +395,24 @@ class Capturing:
         self, host: int, look: Look, tids: list[int], posix: list[PosixTimer], memory_fd: int
     ) -> tuple[tuple[int, ...], bytes, dict[int, tuple[tuple[int, ...], bytes]], int]:
         """What only it can tell: (of itself, its buffer, of each thread, `lock_future`)."""
-        known = self._memories.map(host)
+        known = self._memories.assumed(host)
+        if known.vdso != look.vdso:  # it may have called exec
+            known = self._memories.map(host)
+        try:
+            return self._ask_at(known, host, look, tids, posix, memory_fd)
+        except NoRoom:
+            known = self._memories.map(host)
+            return self._ask_at(known, host, look, tids, posix, memory_fd)
+
+    def _ask_at(
+        self,
+        known: Known,
+        host: int,
+        look: Look,
+        tids: list[int],
+        posix: list[PosixTimer],
+        memory_fd: int,
+    ) -> tuple[tuple[int, ...], bytes, dict[int, tuple[tuple[int, ...], bytes]], int]:
         space = self._memories.space(host)
         calls = _MAIN_CALLS
         if posix:
@@ -444,7 +462,7 @@ class Capturing:
         return self.live.origin.by_pid[pid]
 
     def _check_process(self, host: int, tids: list[int], look: Look, refuse: Refuse) -> None:
-        attributes.check_before_asking(host, tids, look, self.common.namespaces, refuse)
+        attributes.check_before_asking(host, tids, look, self.common, refuse)
         for tid in tids:
             if seccomp.is_under(look.thread(tid).status, self.common.filters):
                 seccomp.suspend(tid)

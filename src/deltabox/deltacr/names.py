@@ -51,11 +51,16 @@ class Names:
         """Whether a mapped file is the base's own, unchanged."""
         return (mapping.path, mapping.inode) in self._pristine
 
-    def look(self, paths: Iterable[str]) -> Answers:
+    def look(self, paths: tuple[str, ...]) -> Answers:
         """Find out at once what these names lead to."""
-        wanted = tuple(dict.fromkeys(paths))
-        answers = _questions(wanted).ask([self.root_fd])
-        for path in wanted:
+        return self._note(paths, questions(paths).ask([self.root_fd]))
+
+    def learn(self, paths: tuple[str, ...], raw: bytes, packed: bytes) -> Answers:
+        """The same, where C has asked already."""
+        return self._note(paths, questions(paths).answers(raw, packed))
+
+    def _note(self, paths: tuple[str, ...], answers: Answers) -> Answers:
+        for path in paths:
             self._facts[path] = answers.get(path)
         return answers
 
@@ -200,7 +205,8 @@ class Names:
 
 
 @lru_cache(maxsize=256)
-def _questions(paths: tuple[str, ...]) -> Questions:
+def questions(paths: tuple[str, ...]) -> Questions:
+    """What names lead to in a root."""
     ask = Questions()
     for path in paths:
         ask.add(path, Kind.IN_ROOT, path, more=os.O_PATH)

@@ -23,10 +23,13 @@ pages again, so a checkpoint that fails afterwards would forget them.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from ..linux import bulk, pidfd, userfaultfd
@@ -35,6 +38,7 @@ from ..linux.ask import Answers, Kind, Questions
 from ..linux.bulk import Areas, Regions
 from . import memory
 from .model import Mapping
+from .names import Names, questions
 
 if TYPE_CHECKING:
     from .inject import Injection
@@ -43,13 +47,12 @@ if TYPE_CHECKING:
     from .template import Template
 
 
-def _flags(watched: bool) -> Questions:
+@lru_cache(maxsize=1024)
+def _flags(how: int) -> Questions:
+    """`how`: where we may be injecting at the moment, and in bit 0 whether it is watched."""
     ask = Questions()
-    ask.add("flags", Kind.FLAGS, "/proc/%d/smaps", more=int(watched))
+    ask.add("flags", Kind.FLAGS, "/proc/%d/smaps", more=how)
     return ask
-
-
-_FLAGS = {watched: _flags(watched) for watched in (False, True)}
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,11 @@ class Known:
     present: Regions | None = None
     names: Answers | None = None  # what the names of its files led to
     found: tuple[Mapping, ...] = ()  # with pages, and names that were good
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The names of mapped files."""
+        return tuple(dict.fromkeys(m.path for m in self.bare if m.kind == "file"))
 
 
 class Space:
@@ -122,9 +130,36 @@ class Space:
 
     # -- what it is -----------------------------------------------------------------------------
 
-    def map(self, refuse: Refuse) -> Known:
-        """Read its map; what is known of it stays known while nothing but pages has changed."""
-        text = _FLAGS[self.watched].ask([self.host])["flags"]
+    @property
+    def ready(self) -> bool:
+        """Whether a look may begin with what is known, see `wanted`."""
+        return self.seen and self.watched and self.known is not None
+
+    def wanted(self, names: Names) -> bulk.Wanted:
+        """All that a look needs, if its map is what is known of it."""
+        assert self.known is not None
+        asked = questions(self.known.paths)
+        return bulk.Wanted(
+            self.host,
+            names.root_fd,
+            self.known.gap | int(self.watched),
+            asked.address,
+            len(asked.names),
+            *self._where(self.known.bare),
+        )
+
+    def note(self, written: Regions) -> None:
+        """Add to `pending` what has been found to be written."""
+        self.pending.append(written)
+
+    def map(self, refuse: Refuse, text: bytes | None = None) -> Known:
+        """Read its map; what is known of it stays known while nothing but pages has changed.
+
+        `text` is what linux/ask.c has made of smaps, if that has been done.
+        """
+        if text is None:
+            gap = 0 if self.known is None else self.known.gap
+            text = _flags(gap | int(self.watched)).ask([self.host])["flags"]
         if self.known is None or self.known.text != text:
             self.known = Known(text, *memory.mappings(text, refuse))
         return self.known
@@ -138,13 +173,21 @@ class Space:
 
     # -- looking at its pages ---------------------------------------------------------------------
 
-    def present(self, pagemap: int, mappings: Items[Mapping]) -> Regions:
+    def present(self, mappings: Items[Mapping]) -> Regions:
         """The private pages and guard regions of these mappings."""
-        return bulk.present(pagemap, self._where(mappings)[0])
+        with self._pagemap() as pagemap:
+            return bulk.present(pagemap, self._where(mappings)[0])
+
+    @contextlib.contextmanager
+    def _pagemap(self) -> Iterator[int]:
+        fd = os.open(f"/proc/{self.host}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def look(
         self,
-        pagemap: int,
         mappings: Items[Mapping],
         present: Regions,
         base: dict[int, Held],
@@ -158,6 +201,17 @@ class Space:
         unknown = present.watched(False)
         if len(unknown) and self.watched:
             self._register(mappings, unknown)
+        with self._pagemap() as pagemap:
+            self.note(self._changed(pagemap, mappings, unknown, base, template))
+
+    def _changed(
+        self,
+        pagemap: int,
+        mappings: Items[Mapping],
+        unknown: Regions,
+        base: dict[int, Held],
+        template: Template | None,
+    ) -> Regions:
         found = Regions()
         if self.watched:
             found = bulk.written(pagemap, self._where(mappings)[1])
@@ -171,7 +225,7 @@ class Space:
                 unknown = self._unshared(pagemap, unknown, base, template)
         self.seen = True
         self.compared = self.compared or not self.watched
-        self.pending.append(bulk.union([found, unknown]))
+        return bulk.union([found, unknown])
 
     def _register(self, mappings: Items[Mapping], unknown: Regions) -> None:
         """Watch what has been mapped since the last look."""
