@@ -93,6 +93,7 @@ class _Told:
     registers: Registers  # fit to continue from
     extra: tuple[tuple[int, bytes], ...]  # memory for that
     met: Registers  # those of the stop
+    seccomp: seccomp.Seccomp
 
 
 @dataclass(frozen=True)
@@ -366,7 +367,6 @@ class Capturing:
             itimers=itimers,
             timers=tuple(posix),
             attributes=attributes.process(
-                host,
                 look,
                 self.common,
                 self.owner,
@@ -463,6 +463,7 @@ class Capturing:
 
     def _check_process(self, host: int, tids: list[int], look: Look, refuse: Refuse) -> None:
         attributes.check_before_asking(host, tids, look, self.common, refuse)
+        attributes.check_policies(host, refuse)
         for tid in tids:
             if seccomp.is_under(look.thread(tid).status, self.common.filters):
                 seccomp.suspend(tid)
@@ -507,7 +508,8 @@ class Capturing:
             if abort:
                 fixed = fixed.copy()
                 fixed.rip = abort
-        return _Told(*raw, fixed, extra, registers)
+        filters = seccomp.capture(tid, thread.status, self.common.filters)
+        return _Told(*raw, fixed, extra, registers, filters)
 
     def _thread(self, tid: int, g: _Gathered, told: _Told) -> Thread:
         look, refuse = g.look.thread(tid), g.refuse
@@ -532,7 +534,7 @@ class Capturing:
             rseq=look.rseq,
             attributes=attributes.thread(look, self.common, asked, refuse),
             credentials=who,
-            seccomp=seccomp.capture(tid, status, self.common.filters),
+            seccomp=told.seccomp,
             memory=told.extra,
             blocked=told.met if told.registers.rip != told.met.rip else None,
         )

@@ -131,7 +131,6 @@ def process_calls(data: int) -> list[tuple[int, ...]]:
 
 
 def process(
-    host: int,
     look: Look,
     common: CommonLook,
     owner: int,
@@ -151,8 +150,6 @@ def process(
     _check_group(look, refuse)
     if look.file("attr/current") != common.file("attr/current"):
         raise refuse("is confined by a security module", "security label")
-    if _more_nodes() and _has_own_policies(host):
-        raise refuse("has memory bound to nodes (mbind)", "mapping")
     login = _unless(common, look, "loginuid", 10)
     if login is not None and login != _UNSET:
         login -= owner
@@ -250,6 +247,12 @@ def check_before_asking(
             raise refuse(
                 "dispatches its system calls itself (PR_SET_SYSCALL_USER_DISPATCH)", "thread"
             )
+
+
+def check_policies(host: int, refuse: Refuse) -> None:
+    """Refuse memory with a policy that differs from that of the rest."""
+    if _more_nodes() and _has_own_policies(host):
+        raise refuse("has memory bound to nodes (mbind)", "mapping")
 
 
 def _check_group(look: Look, refuse: Refuse) -> None:
