@@ -295,7 +295,7 @@ class Tree:
             except BaseException:
                 blank.close()
                 raise
-            live.base = blank
+            live.advance(blank)
             return taken
 
     def close(self) -> None:

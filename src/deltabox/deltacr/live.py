@@ -173,6 +173,14 @@ class Live:
             self.successor = made
             return True
 
+    def advance(self, base: Template) -> None:
+        """A checkpoint has been taken: what is made ahead must begin with its template."""
+        with self._end_lock:
+            self.base = base
+            stale, self.successor = self.successor, None
+        if stale is not None:
+            stale.close()
+
     def take_successor(self) -> Template | None:
         with self._end_lock:
             made, self.successor = self.successor, None
