@@ -50,16 +50,15 @@ class _NoGhosts:
 
 def work(live: Live, *, owner: int, base: int, born: float, reference: int) -> None:
     """Get as far as possible. Raises what a checkpoint would; nothing depends on it."""
-    live.common()
-    live.world_now()
-    hosts = live.hosts()
-    spaces = {pid: live.space(host, pid) for pid, host in hosts.items()}
     if not userfaultfd.supported():
         return
-    if not all(space.watched for space in spaces.values()):
-        with live.ahead.step() as may:
-            if not may:
-                return
+    with live.ahead.step() as may:
+        if not may:
+            return
+        live.common()
+        live.world_now()
+        spaces = {pid: live.space(host, pid) for pid, host in live.hosts().items()}
+        if not all(space.watched for space in spaces.values()):
             _watch(live, spaces)
     names = Names(live.root, base, born, _NoGhosts())
     found: dict[int, tuple[Mapping, ...]] = {}

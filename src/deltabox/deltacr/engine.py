@@ -275,7 +275,7 @@ class Tree:
                 process="init",
                 object="network",
             )
-        with live.ahead.checkpoint():
+        with live.ahead.excluded():
             blank = self._successor(live)
             try:
                 taken = checkpoint.take(

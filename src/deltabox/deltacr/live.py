@@ -416,17 +416,20 @@ class Live:
         """
         if self._ended:
             return
-        try:
-            cgroup.freeze(self.group, True)
-            if not cgroup.wait_event(self.group, b"frozen 1", 0.05):
-                self.kill_all()
-        except BaseException:
-            self.thaw()
-            raise
+        with self.ahead.excluded():
+            self.ahead.over = True
+            try:
+                cgroup.freeze(self.group, True)
+                if not cgroup.wait_event(self.group, b"frozen 1", 0.05):
+                    self.kill_all()
+            except BaseException:
+                self.thaw()
+                raise
 
     def thaw(self) -> None:
         """Undo `stop`."""
         cgroup.freeze(self.group, False)
+        self.ahead.over = self._ended
 
     def kill_all(self) -> None:
         """Kill everything and wait for it.
@@ -449,9 +452,11 @@ class Live:
             if self.successor is not None:
                 self.successor.close()
                 self.successor = None
-            self.forget_others(())
+            self.ahead.over = True
             self.kill_all()
             pidfd.reap(self.pidfd)
+            with self.ahead.excluded():  # what it uses is closed from here on
+                self.forget_others(())
             self.peer.close()
             self.reports.close()
             for fd in (self.root, self.pidfd, *self.handed.values()):
