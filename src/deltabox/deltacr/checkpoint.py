@@ -75,7 +75,8 @@ def take(
                 blank.shared = copies
                 stash = plan(seen, blank.stash)
                 shared = sum(size for one in seen.shared for _, size in one.extents)
-                blank.resize(sum(stash.sizes().values()) + shared)
+                whole = sum(stash.sizes().values())
+                blank.resize(own=whole, whole=whole, extra=shared)
                 changed = _feed(blank, seen, stash, reference)
                 result = at_instant()
             pause = time.monotonic() - frozen.began
@@ -90,7 +91,7 @@ def take(
     blank.capture = seen
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
     blank.stash = stash
-    blank.resize(changed + shared + len(blank.sealed.content))
+    blank.resize(own=changed, whole=whole, extra=shared + len(blank.sealed.content))
     blank.stats = Stats(
         pause_ms=pause * 1e3,
         total_ms=(time.monotonic() - started) * 1e3,

@@ -39,6 +39,7 @@ from ..linux.cgroup import remove as remove_cgroup
 from . import boot, checkpoint
 from .asked import Asked
 from .groups import Groups
+from .ledger import Ledger
 from .live import Exit as Exit
 from .live import Live, WorldState
 from .model import External
@@ -149,6 +150,7 @@ class Tree:
         self._networks: deque[Network] = deque()
         self._starting = 0
         self._templates: set[Template] = set()
+        self.ledger = Ledger()
         self._first: Template | None = None
         self._lock = threading.Lock()
         self._refill_lock = threading.Lock()
@@ -420,7 +422,8 @@ class Tree:
                 if base.closed or base.stash is None or base.capture is None:
                     raise PeerGone("the template has been closed")
                 fresh = plan(base.capture, None)
-                made.resize(sum(base.stash.sizes().values()))
+                whole = sum(base.stash.sizes().values())
+                made.resize(own=whole, whole=whole)
                 program, fds, checks = duplicate(
                     base.stash, fresh, base.pid_outside, self.reference
                 )
@@ -489,8 +492,10 @@ class Tree:
         made = Template(peer, door, template_fd, door_fd, template_pid)
         with self._lock:
             self._templates.add(made)
-        made.on_close = lambda: self._closed_template(made)
-        made.on_size = self._scale_groups
+        self.ledger.opened(made.key, None if base is None else base.key)
+        made.on_close = lambda freed: self._closed_template(made, freed)
+        made.on_size = lambda own, whole, extra: self._resized(made, own, whole, extra)
+        made.shares = lambda: not self._closed and self.ledger.shares(made.key)
         self._scale_groups()
         return made
 
@@ -533,16 +538,23 @@ class Tree:
         """The templates' memory is charged to the tree: its limit follows what they hold."""
         with self._lock:
             lives = max(1, len(self._lives) + self._starting)
-            ours = list(self._templates)
-        held = sum(t.memory_bytes + t.memory_bytes // 64 + _OWN_MEMORY for t in ours)
-        self.groups.scale(lives=lives, templates=len(ours), held=held)
+            count = len(self._templates)
+        held = self.ledger.held
+        self.groups.scale(
+            lives=lives, templates=count, held=held + held // 64 + count * _OWN_MEMORY
+        )
 
     def _change_starting(self, by: int) -> None:
         with self._lock:
             self._starting += by
         self._scale_groups()
 
-    def _closed_template(self, template: Template) -> None:
+    def _resized(self, template: Template, own: int, whole: int, extra: int) -> None:
+        self.ledger.resize(template.key, own=own, whole=whole, extra=extra)
+        self._scale_groups()
+
+    def _closed_template(self, template: Template, freed: int) -> None:
+        self.ledger.closed(template.key, freed)
         with self._lock:
             self._templates.discard(template)
         self._scale_groups()

@@ -9,17 +9,23 @@ template first unmaps its stash, or a deleted checkpoint would live as long as t
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..linux import numbers as nr
+from ..linux import pagemap
 from .model import Capture
 from .peer import Peer, PeerGone, ProgramFailed, end_task
 from .records import OURS_END, SLOTS, STASH, Program, Sealed, Var
 from .stash import Stash
 
+log = logging.getLogger(__name__)
+
+_keys = itertools.count(1)
 _FIRST_SLOT = 1  # slot 0 is the template's own
 
 
@@ -37,11 +43,11 @@ class Template:
     """Memory and program of one checkpoint. Thread-safe."""
 
     def __init__(self, peer: Peer, door: Peer, task: int, door_task: int, pid: int) -> None:
+        self.key = next(_keys)
         self.peer = peer
         self.door = door
         self.pid_outside = pid
-        self.memory_bytes = 0
-        self.on_size: Callable[[], None] = lambda: None
+        self.on_size: Callable[[int, int, int], None] = lambda own, whole, extra: None
         self.stats = Stats()
         self.sealed: Sealed | None = None
         self.pid: Var | None = None
@@ -50,7 +56,8 @@ class Template:
         self.capture: Capture | None = None
         self.shared: list[int] = []  # files with the contents of shared memory
         self.externals: list[str] = []  # keys of the pipes a restore must bring
-        self.on_close: Callable[[], None] = lambda: None
+        self.shares: Callable[[], bool] = lambda: False  # pages with other templates
+        self.on_close: Callable[[int], None] = lambda freed: None
         self._task = task
         self._door_task = door_task
         self._lock = threading.Lock()
@@ -58,10 +65,26 @@ class Template:
         self._slots = set(range(_FIRST_SLOT, SLOTS // 2))
         self._closed = False
 
-    def resize(self, size: int) -> None:
-        """Say how much memory it takes of its own, or is about to take at the most."""
-        self.memory_bytes = size
-        self.on_size()
+    def resize(self, *, own: int, whole: int, extra: int = 0) -> None:
+        """Say how much memory it takes, or is about to take at the most: pages of its own, those
+        of the whole state (the others it shares with the one it is a fork of), and what else.
+        """
+        self.on_size(own, whole, extra)
+
+    def _exclusive_bytes(self) -> int:
+        """Memory that its end frees at once: pages that no other template or tree maps."""
+        if self.stash is None:
+            return 0
+        held = ((one.address, one.size) for one in self.stash.held.values())
+        try:
+            fd = os.open(f"/proc/{self.pid_outside}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            log.warning("a template has ended on its own")
+            return 0
+        try:
+            return pagemap.exclusive_bytes(fd, held)
+        finally:
+            os.close(fd)
 
     def take_slot(self) -> int:
         """A place in the template's address space for one restore's control memory."""
@@ -87,6 +110,7 @@ class Template:
         if self._closed:
             return
         self._closed = True
+        freed = self._exclusive_bytes() if self.shares() else 0
         program = Program()
         program.root.call(nr.MUNMAP, STASH, OURS_END - STASH)
         with contextlib.suppress(ProgramFailed, PeerGone, OSError):
@@ -96,4 +120,4 @@ class Template:
             end_task(task)
         while self.shared:
             os.close(self.shared.pop())
-        self.on_close()
+        self.on_close(freed)
