@@ -12,7 +12,7 @@ one of them is there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ class KeepFitting:
 
 Policy = KeepAll | KeepLast | KeepReachable | KeepFitting
 
-_KINDS: dict[str, type[Policy]] = {
+KEEP_ALL: Final = KeepAll()
+
+_KINDS: Final[dict[str, type[Policy]]] = {
     "all": KeepAll,
     "last": KeepLast,
     "reachable": KeepReachable,

@@ -263,6 +263,8 @@ class Tree:
             self._blanks.clear()
         with self._lock:
             templates = list(self._templates)
+        for template in templates:  # all at once: their memory goes while we collect the first
+            template.kill()
         for template in templates:
             template.close()
         for network in self._networks:

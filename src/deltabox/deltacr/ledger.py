@@ -18,6 +18,8 @@ programs), and Pss of /proc/PID/smaps_rollup (it splits pages with the programs,
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -40,10 +42,21 @@ class Ledger:
     """The templates of one tree, by a key for each. Thread-safe."""
 
     def __init__(self) -> None:
+        self.report: Callable[[int], None] = lambda change: None
+        """Called with what `held` has changed by."""
         self.held = 0
         """Bytes of memory that the open templates hold together."""
         self._entries: dict[int, _Entry] = {}
         self._lock = threading.Lock()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._lock:
+            before = self.held
+            yield
+            change = self.held - before
+        if change:
+            self.report(change)
 
     def opened(self, key: int, parent: int | None) -> None:
         """A template was made, as a fork of `parent` (of one that holds nothing: None)."""
@@ -59,7 +72,7 @@ class Ledger:
 
         Without a parent in the ledger all of the state is its own.
         """
-        with self._lock:
+        with self._changing():
             entry = self._entries.get(key)
             if entry is None:  # closed meanwhile
                 return
@@ -76,7 +89,7 @@ class Ledger:
 
     def closed(self, key: int, freed: int) -> None:
         """A template is closed; its end frees so many bytes of pages that nobody else maps."""
-        with self._lock:
+        with self._changing():
             entry = self._entries.pop(key, None)
             if entry is None:
                 return
