@@ -7,7 +7,7 @@
 ...     sb.rollback(cp)
 """
 
-from .checkpoint import Change, Checkpoint, Stats
+from .checkpoint import Change, Checkpoint, Stats, Usage
 from .errors import (
     CheckpointError,
     CommandFailed,
@@ -59,4 +59,5 @@ __all__ = [
     "Stats",
     "UnknownCheckpoint",
     "UnsupportedState",
+    "Usage",
 ]

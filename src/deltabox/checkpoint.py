@@ -22,6 +22,18 @@ class Change:
     old_path: str | None = None
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What a tree of sandboxes takes of the host, besides what its programs do."""
+
+    checkpoints: int
+    """How many there are."""
+    memory: int
+    """Bytes of memory that they hold together, every shared page counted once."""
+    disk: int
+    """Bytes on the host's disk, of the sandboxes' own files and all checkpoints'."""
+
+
 class Stats:
     """What a checkpoint cost, and holds. It does not keep the checkpoint."""
 

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, NoReturn, TypeVar, overload
 from . import _arguments as arguments
 from ._arguments import Command
 from ._connection import CallbackError, Keeper, keeper, no_copies
-from .checkpoint import Change, Checkpoint, reference
+from .checkpoint import Change, Checkpoint, Usage, reference
 from .errors import CommandFailed, CommandTimeout, SandboxClosed
 from .files import Files, StrPath
 from .process import (
@@ -455,6 +455,11 @@ class Sandbox:
     def checkpoints(self) -> list[Checkpoint]:
         """All checkpoints of the tree, oldest first."""
         return [Checkpoint(self, node) for node in self._call("nodes")]
+
+    @property
+    def usage(self) -> Usage:
+        """What the tree takes of the host now. What was deleted counts until it has gone."""
+        return Usage(**self._call("usage"))
 
     def keep(self, policy: Policy) -> None:
         """Say which checkpoints the tree keeps from here on; the others are deleted.

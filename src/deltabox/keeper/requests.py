@@ -257,6 +257,12 @@ class Requests:
             found.check_closed()
         found.tree.keep(rebuilt(policy))
 
+    def do_usage(self, connection: Connection, *, box: str) -> dict[str, Any]:
+        tree = self.box(box).tree
+        with tree.lock:
+            count = len(tree.nodes)
+        return {"checkpoints": count, "memory": tree.memory_bytes(), "disk": tree.disk_bytes()}
+
     def do_hold(self, connection: Connection, *, box: str, which: str, held: bool) -> None:
         self.box(box).tree.hold(which, held=held)
 
