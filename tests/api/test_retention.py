@@ -250,6 +250,34 @@ def test_room_is_made(sandbox: Sandbox) -> None:
         Sandbox.create(max_memory="8G").close()
 
 
+def test_room_is_made_on_disk(sandbox: Sandbox) -> None:
+    """24 fresh megabytes in every state, and a budget for six of them."""
+    sandbox.keep(KeepFitting())
+    sandbox.run("echo first > /tmp/which")
+    sandbox.checkpoint("first")
+    try:
+        Sandbox.create(max_disk="160M").close()
+        for number in range(14):
+            sandbox.run(f"echo {number} > /tmp/which; head -c 24M /dev/urandom > /tmp/big")
+            sandbox.checkpoint()
+        assert sandbox.usage.disk <= 160 << 20
+        kept = sandbox.checkpoints
+        assert kept[0].name == "first"
+        assert 3 <= len(kept) <= 8
+        sandbox.rollback(kept[-2])
+        assert sandbox.files.read_text("/tmp/which") == "12\n"
+        assert sandbox.files.stat("/tmp/big").size == 24 << 20
+        sandbox.rollback("first")
+        assert sandbox.files.read_text("/tmp/which") == "first\n"
+        sandbox.keep(KeepAll())
+        with pytest.raises(NoSpace, match="max_disk of"):
+            for _ in range(10):
+                sandbox.run("head -c 24M /dev/urandom > /tmp/big")
+                sandbox.checkpoint()
+    finally:
+        Sandbox.create(max_disk="1000G").close()
+
+
 def test_wrong_use(sandbox: Sandbox) -> None:
     with pytest.raises(TypeError, match="what to keep"):
         sandbox.keep(KeepLast)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from .stash import Stash
 log = logging.getLogger(__name__)
 
 _keys = itertools.count(1)
-_FIRST_SLOT = 1  # slot 0 is the template's own
+_SLOTS = range(1, SLOTS // 2)  # slot 0 is the template's own
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Template:
         self._door_task = door_task
         self._lock = threading.Lock()
         self.life = threading.RLock()  # held while it is closed, or another is forked from it
-        self._slots = set(range(_FIRST_SLOT, SLOTS // 2))
+        self._taken: set[int] = set()  # slots; those that are free would be 40 KB a checkpoint
         self._closed = self._killed = False
 
     def resize(self, *, own: int, whole: int, extra: int = 0) -> None:
@@ -90,13 +90,15 @@ class Template:
     def take_slot(self) -> int:
         """A place in the template's address space for one restore's control memory."""
         with self._lock:
-            if not self._slots:
-                raise OSError(11, "too many live trees restored from one checkpoint")
-            return self._slots.pop()
+            for slot in _SLOTS:
+                if slot not in self._taken:
+                    self._taken.add(slot)
+                    return slot
+        raise OSError(11, "too many live trees restored from one checkpoint")
 
     def give_slot(self, slot: int) -> None:
         with self._lock:
-            self._slots.add(slot)
+            self._taken.discard(slot)
 
     def kill(self) -> None:
         """Have it end without waiting for that: `close` does. Nothing restored from it may run."""

@@ -59,7 +59,7 @@ def claimed(policy: Policy, node: Kept) -> bool:
 def surplus(
     policy: Policy, nodes: Iterable[K], *, heads: Collection[str], newest: int
 ) -> Iterator[K]:
-    """Those of `nodes` that the policy lets go now, in the order given.
+    """Those of `nodes`, given oldest first, that the policy lets go now.
 
     `heads`: the checkpoints that live sandboxes stand on. `newest`: the serial of the oldest of the
     last `count` checkpoints of the tree, for `KeepLast`.
@@ -68,7 +68,7 @@ def surplus(
         return
     for node in nodes:
         if isinstance(policy, KeepLast) and node.serial >= newest:
-            continue
+            return
         if not (claimed(policy, node) or node.number in heads or node.pins):
             yield node
 
