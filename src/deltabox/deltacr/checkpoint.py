@@ -28,7 +28,7 @@ from .objects.seccomp import forbids_restart
 from .peer import PeerGone, ProgramFailed, Run, insist
 from .program import compile_program
 from .records import Var
-from .stash import Stash, feed, plan
+from .stash import Changes, Stash, feed, plan
 from .template import Stats, Template
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def take(
         try:
             undisturbed = functools.partial(_undisturbed, waits=live.waits)
             with freeze(live, undisturbed) as frozen:
-                seen, copies = capture(
+                seen, copies, changes = capture(
                     live,
                     frozen,
                     owner=owner,
@@ -77,9 +77,12 @@ def take(
                 shared = sum(size for one in seen.shared for _, size in one.extents)
                 whole = sum(stash.sizes().values())
                 blank.resize(own=whole, whole=whole, extra=shared)
-                changed = _feed(blank, seen, stash, reference)
+                changed = _feed(blank, seen, stash, reference, changes)
                 result = at_instant()
             pause = time.monotonic() - frozen.began
+            live.forget_others(frozen.threads)
+            for space in live.spaces.values():
+                space.settled()
         except DeltaBoxError:
             raise
         except (ProgramFailed, PeerGone) as error:
@@ -87,7 +90,7 @@ def take(
         except OSError as error:
             raise CheckpointError(f"the tree could not be captured: {error}") from error
     limits = [_limit(which) for which in range(16)]
-    blank.sealed, blank.pid = compile_program(seen, stash, network=network, limits=limits)
+    blank.sealed, blank.first = compile_program(seen, stash, network=network, limits=limits)
     blank.capture = seen
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
     blank.stash = stash
@@ -101,16 +104,21 @@ def take(
     return blank, result
 
 
-def _feed(blank: Template, seen: Capture, stash: Stash, reference: int) -> int:
+def _feed(
+    blank: Template,
+    seen: Capture,
+    stash: Stash,
+    reference: int,
+    changes: dict[int, Changes],
+) -> int:
     """Read the tree's pages into the template; bytes that were written there."""
-    feeding = feed(seen, stash, blank.stash, reference)
+    feeding = feed(seen, stash, blank.stash, reference, changes)
     try:
         run = blank.peer.run(feeding.program.seal(), 0, feeding.fds)
     finally:
         for fd in feeding.fds.values():
             os.close(fd)
-    check_reads(run, feeding.checks)
-    return feeding.fresh + run.variable(feeding.copied) * PAGE
+    return feeding.pulled + run.variable(feeding.copied) * PAGE
 
 
 def check_reads(run: Run, checks: list[tuple[Var, int]]) -> None:

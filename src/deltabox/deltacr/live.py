@@ -15,7 +15,7 @@ import resource
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,15 +32,14 @@ from ..linux.proc import (
 from ..linux.terminal import TIOCSCTTY
 from .boot import SIGCHLD
 from .interrupted import Waits
+from .look import Common
 from .model import Capture
 from .network import Network
 from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
 from .peer import Peer, PeerGone, ProgramFailed, insist
-from .records import Program, Ref, Sealed, Var
+from .records import REQUEST_SLOT, Program, Ref, Sealed, Var
+from .space import Space
 from .template import Template
-
-_SPAWN_SLOT = 512  # programs of a PID 1 are mapped this many slots above its own control memory
-
 
 FindFile = Callable[[int, bytes, int], Iterator[str]]
 
@@ -95,10 +94,13 @@ class Live:
         self.root = -1
         self.lock = threading.RLock()  # held by spawn and by a freeze: no child is half made
         self.world = WorldState(0, b"")
+        self.tasks = 0  # while it waits to be used: how many it has, instead of a sandbox's share
         self.waits = Waits()
         self.origin: Capture | None = None  # what it was restored from
         self.base: Template | None = None  # the last state of it that a template holds
         self.successor: Template | None = None  # made ahead for the next checkpoint
+        self.spaces: dict[int, Space] = {}  # by host pid
+        self.common = Common(init)
         self.handed: dict[str, int] = {}  # descriptors taken out of a restored PID 1
         self.on_end: Callable[[], None] = lambda: None
         # guesses at the path of a file by its handle (kind, bytes) and inode number; whoever owns
@@ -117,6 +119,21 @@ class Live:
         """Get descriptors that PID 1 has made for the keeper: name -> number in PID 1."""
         for name, number in numbers.items():
             self.handed[name] = pidfd.getfd(self.pidfd, number)
+
+    def space(self, host: int, pid: int) -> Space:
+        """What is known of the memory of one process, by its host pid and its pid inside."""
+        if host not in self.spaces:
+            self.spaces[host] = Space(host, origin=self.base if self.restored(pid) else None)
+        return self.spaces[host]
+
+    def restored(self, pid: int) -> bool:
+        """Whether a process was cloned from a template, by its pid inside."""
+        return self.origin is not None and pid in self.origin.by_pid
+
+    def forget_others(self, hosts: Container[int]) -> None:
+        """Drop what is known of processes that have ended."""
+        for host in [host for host in self.spaces if host not in hosts]:
+            self.spaces.pop(host).close()
 
     def keep_successor(self, base: Template, made: Template) -> bool:
         """Keep a template for the next checkpoint; False when it comes too late."""
@@ -210,7 +227,7 @@ class Live:
                 with self.peer.lock:
                     run = self.peer.send(
                         program.seal(),
-                        self.slot + _SPAWN_SLOT,
+                        self.slot + REQUEST_SLOT,
                         dict(zip(names, stdio.values(), strict=True)),
                     )
                     self.peer.answer(run)
@@ -256,7 +273,7 @@ class Live:
             program.root.call(nr.KILL, pid, sig, may_fail=not strict)
         try:
             with self.lock:
-                self.peer.run(program.seal(), self.slot + _SPAWN_SLOT)
+                self.peer.run(program.seal(), self.slot + REQUEST_SLOT)
         except ProgramFailed as failure:
             raise OSError(failure.errno, os.strerror(failure.errno)) from None
 
@@ -266,7 +283,7 @@ class Live:
         Once it has answered, every child that had ended by then has been reported.
         """
         with self.lock:
-            run = self.peer.run(_SURVEY, self.slot + _SPAWN_SLOT)
+            run = self.peer.run(_SURVEY, self.slot + REQUEST_SLOT)
 
         def text(name: str) -> bytes:
             at = _BUFFERS[name].offset
@@ -299,7 +316,7 @@ class Live:
                 answers.append(answer.offset)
             fds = {f"socket{index}": fd for index, fd in enumerate(some)}
             with self.lock:
-                run = self.peer.run(program.seal(), self.slot + _SPAWN_SLOT, fds)
+                run = self.peer.run(program.seal(), self.slot + REQUEST_SLOT, fds)
             found += [struct.unpack_from("<i", run.memory, at)[0] for at in answers]
         return found
 
@@ -344,6 +361,11 @@ class Live:
 
     # -- the end ------------------------------------------------------------------------------
 
+    @property
+    def alive(self) -> bool:
+        """Whether PID 1 has not ended."""
+        return not self._ended and not pidfd.ended(self.pidfd, 0)
+
     def release(self) -> None:
         """Let a restored tree run. The answer to the barrier message is its start."""
         self.peer.sock.send(b"go")
@@ -357,7 +379,7 @@ class Live:
         if self._ended:
             return
         try:
-            (self.group / "cgroup.freeze").write_text("1")
+            cgroup.freeze(self.group, True)
             if not cgroup.wait_event(self.group, b"frozen 1", 0.05):
                 self.kill_all()
         except BaseException:
@@ -366,7 +388,7 @@ class Live:
 
     def thaw(self) -> None:
         """Undo `stop`."""
-        (self.group / "cgroup.freeze").write_text("0")
+        cgroup.freeze(self.group, False)
 
     def kill_all(self) -> None:
         """Kill everything and wait for it.
@@ -389,6 +411,7 @@ class Live:
             if self.successor is not None:
                 self.successor.close()
                 self.successor = None
+            self.forget_others(())
             self.kill_all()
             pidfd.reap(self.pidfd)
             self.peer.close()

@@ -19,15 +19,16 @@ from dataclasses import dataclass
 
 from ..linux import numbers as nr
 from ..linux import pagemap, pidfd
+from .boot import First
 from .model import Capture
 from .peer import Peer, PeerGone, ProgramFailed, end_task
-from .records import OURS_END, SLOTS, STASH, Program, Sealed, Var
+from .records import OURS_END, STASH, WORLD_SLOT, Program, Sealed
 from .stash import Stash
 
 log = logging.getLogger(__name__)
 
 _keys = itertools.count(1)
-_SLOTS = range(1, SLOTS // 2)  # slot 0 is the template's own
+_SLOTS = range(1, WORLD_SLOT)  # slot 0 is the template's own
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Template:
         self.on_size: Callable[[int, int, int], None] = lambda own, whole, extra: None
         self.stats = Stats()
         self.sealed: Sealed | None = None
-        self.pid: Var | None = None
+        self.first: First | None = None  # makes the PID 1 that `sealed` is run by
         self.stash: Stash | None = None  # what it holds, and where
         self.depth = 0  # generations of forks since the last full copy
         self.capture: Capture | None = None
@@ -63,6 +64,7 @@ class Template:
         self._door_task = door_task
         self._lock = threading.Lock()
         self.life = threading.RLock()  # held while it is closed, or another is forked from it
+        self.cloning = threading.Lock()  # held while somebody decides what its clones inherit
         self._taken: set[int] = set()  # slots; those that are free would be 40 KB a checkpoint
         self._closed = self._killed = False
 
