@@ -11,19 +11,20 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from dataclasses import replace
 
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
-from ..linux import pidfd, proc
-from ..linux.bulk import Regions
+from ..linux import pidfd, proc, userfaultfd
 from . import memory
 from .descriptors import DescriptorTable
 from .freeze import Frozen, in_interpreter
 from .inject import DATA, Injection
 from .interrupted import UnknownCall, Waits
 from .live import Live
-from .look import Look, ThreadLook
+from .look import CommonLook, Look, ThreadLook
+from .memories import Memories, refusing
 from .model import (
     Capture,
     External,
@@ -48,7 +49,6 @@ from .objects import (
 )
 from .objects.ghosts import Attic, Ghosts
 from .objects.sockets import Network
-from .space import Space
 from .stash import Changes
 from .subject import Refuse, Refused
 
@@ -97,6 +97,7 @@ def capture(
     born: float,
     attic: Attic,
     on_external: str,
+    beside: Executor,
 ) -> tuple[Capture, list[int], dict[int, Changes]]:
     """Everything but the pages, files with shared memory, and which pages may have changed.
 
@@ -104,11 +105,11 @@ def capture(
 
     `base` is a descriptor of the base's root (-1: none); `born` the time.time() of the tree's
     first moment, before which every inode change belongs to the base; `on_external` says what
-    becomes of connections to the outside.
+    becomes of connections to the outside; `beside` has a thread for what can be done meanwhile.
     """
     capturing = _Capturing(live, frozen, owner, externals, waits, base, born, attic, on_external)
     try:
-        return capturing.whole(), capturing.table.shared.copies, capturing.changes
+        return capturing.whole(beside), capturing.table.shared.copies, capturing.changes
     except BaseException:
         capturing.table.shared.close()
         raise
@@ -132,14 +133,22 @@ class _Capturing:
         self.owner = owner
         self.waits = waits
         self.changes: dict[int, Changes] = {}  # by pid inside
-        self.filters = seccomp.ours(live.init)
         self.ghosts = Ghosts(live.root, owner, attic, born)
         self.names = Names(live.root, base, born, self.ghosts)
         network = Network(live.init, on_external)
         self.table = DescriptorTable(live, owner, externals, self.ghosts, network)
-        self.common = live.common.look()
+        self.common = CommonLook(live.init)
+        self.filters = self.common.filters
+        self.looks: dict[int, Look] = {}
+        self.memories: Memories
 
-    def whole(self) -> Capture:
+    def whole(self, beside: Executor) -> Capture:
+        inside = proc.inside_pids([self.live.init, *self.frozen.threads])
+        stopped = {host: inside[host] for host in self.frozen.threads}
+        with Memories(self.live, stopped, self.names, beside) as self.memories:
+            return self._whole(inside)
+
+    def _whole(self, inside: dict[int, int]) -> Capture:
         self._check_world()
         try:
             self.table.queues.look()
@@ -147,7 +156,6 @@ class _Capturing:
             raise UnsupportedState(
                 f"the sandbox holds {refused}", pid=1, process="init", object="message queue"
             ) from None
-        inside = proc.inside_pids([self.live.init, *self.frozen.threads])
         self.table.inside.update(inside)
         try:
             found = [self._process(pid, inside) for pid in self.frozen.threads]
@@ -204,42 +212,29 @@ class _Capturing:
 
     def _process(self, host: int, inside: dict[int, int]) -> Process:
         pid = inside[host]
-        space = self.live.space(host, pid)
         tids = self.frozen.threads[host]
         tids = [host, *(t for t in tids if t != host)]
-        look = space.ask(tids)
-        comm = look.stat.comm
-
-        def refuse(what: str, kind: str) -> UnsupportedState:
-            return UnsupportedState(
-                f"pid {pid} ({comm}) {what}", pid=pid, process=comm, object=kind
-            )
-
+        look = self.looks[host] = Look(tids)
+        refuse = refusing(host, pid)
         if host not in self.frozen.threads[host]:
             raise refuse("has ended its main thread while others run on", "thread")
         self._check_process(host, tids, look, refuse)
-        bare, vdso, gap = space.mappings(refuse)
-        pagemap = os.open(f"/proc/{host}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        descriptors = self.table.of_process(host, look, refuse)
+        actions, itimers, posix, brk, carried, answers, lock_future, memory_fd = self._ask(
+            host, look, tids, refuse
+        )
         try:
-            present = space.present(pagemap, bare)
-            mappings = self._mappings(space, look, bare, present, refuse)
-            descriptors = self.table.of_process(host, look, refuse)
-            actions, itimers, posix, brk, carried, answers, lock_future, memory_fd = self._ask(
-                space, look, tids, vdso, gap, refuse
+            partial = Process(
+                pid, host, 0, 0, 0, 0, b"", sigactions=actions, pending=look.pending()
             )
-            try:
-                partial = Process(
-                    pid, host, 0, 0, 0, 0, b"", sigactions=actions, pending=look.pending()
-                )
-                threads = tuple(
-                    self._thread(tid, look.thread(tid), answers[tid], partial, memory_fd, refuse)
-                    for tid in tids
-                )
-            finally:
-                os.close(memory_fd)
-            self._look(space, pid, pagemap, bare, present)
+            threads = tuple(
+                self._thread(tid, look.thread(tid), answers[tid], partial, memory_fd, refuse)
+                for tid in tids
+            )
         finally:
-            os.close(pagemap)
+            os.close(memory_fd)
+        mappings = self._mappings(host, refuse)
+        self.changes[pid] = self.memories.changes(host)
         waiting = self._still_to_resume(pid, threads)
         if waiting is not None:
             then = {t.tid: t for t in waiting.threads}
@@ -300,20 +295,14 @@ class _Capturing:
             tty=terminals.controlling(stat.tty),
         )
 
-    def _mappings(
-        self, space: Space, look: Look, bare: list[Vma], present: Regions, refuse: Refuse
-    ) -> tuple[Vma, ...]:
-        """With pages, checked names and objects; the same as before where nothing changed."""
-        paths = dict.fromkeys(m.path for m in bare if m.kind == "file")
-        facts = self.names.learn(
-            space, (*paths, look.answers.text("exe"), look.answers.text("cwd"))
-        )
-        known = space.known_mappings(bare, present, facts)
-        if known is not None:
-            return known
-        mappings = memory.with_pages(bare, present)
-        mappings = self.names.mapped(space.host, mappings, refuse)
-        mappings = [self._shared(space.host, m, refuse) for m in mappings]
+    def _mappings(self, host: int, refuse: Refuse) -> tuple[Vma, ...]:
+        """With pages, checked names and objects; as they were found before if nothing changed."""
+        seen = self.memories.of(host)
+        if seen.found is not None:
+            return seen.found
+        mappings = memory.with_pages(seen.known.bare, seen.present)
+        mappings = self.names.mapped(host, mappings, refuse)
+        mappings = [self._shared(host, m, refuse) for m in mappings]
         found = tuple(
             replace(m, of_base=True)
             if m.pages and m.kind == "file" and self.names.is_pristine(m)
@@ -321,16 +310,14 @@ class _Capturing:
             for m in mappings
         )
         if all(m.memory < 0 and m.ghost < 0 and self.names.is_settled(m) for m in found):
-            space.remember_mappings(bare, present, facts, found)
+            self.memories.space(host).learn(seen.present, seen.names, found)
         return found
 
     def _ask(
         self,
-        space: Space,
+        host: int,
         look: Look,
         tids: list[int],
-        vdso: int,
-        gap: int,
         refuse: Refuse,
     ) -> tuple[
         tuple[bytes, ...],
@@ -343,30 +330,29 @@ class _Capturing:
         int,
     ]:
         """What only the process can tell; and its memory, opened."""
-        host = space.host
         ignores_trap = bool(int(look.status["SigIgn"], 16) >> 4 & 1)
+        known = self.memories.map(host)
+        space = self.memories.space(host)
         memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
         try:
             with Injection(
-                leader=host, memory=memory_fd, gap=gap, vdso=vdso, ignores_trap=ignores_trap
+                leader=host,
+                memory=memory_fd,
+                gap=known.gap,
+                vdso=known.vdso,
+                ignores_trap=ignores_trap,
             ) as injection:
                 mine = self._ask_process(host, look, injection, refuse)
                 answers = {tid: self._ask_thread(tid, injection) for tid in tids}
-                lock_future = locked.future(host, look.status.get("VmLck"), gap)
-                space.watch(injection)
+                lock_future = locked.future(host, look.status.get("VmLck"), known.gap)
+                if not space.watched and userfaultfd.supported():
+                    seen = self.memories.of(host)  # not before: our page is not one of its own
+                    space.watch(injection)
+                    self.memories.look_for_writes(host, seen)
         except BaseException:
             os.close(memory_fd)
             raise
         return *mine, answers, lock_future, memory_fd
-
-    def _look(
-        self, space: Space, pid: int, pagemap: int, mappings: list[Vma], present: Regions
-    ) -> None:
-        base = self.live.base
-        held = base.stash.of(pid) if base is not None and base.stash is not None else {}
-        space.look(pagemap, mappings, present, held, base)
-        whole = present if not present.guarded else present.unguarded()
-        self.changes[pid] = Changes(space.changes(), whole, space.compared)
 
     def _shared(self, host: int, mapping: Vma, refuse: Refuse) -> Vma:
         if mapping.kind != "memory":
@@ -506,7 +492,7 @@ class _Capturing:
         """Children that have ended and are not waited for; they are in no group any more."""
         found = []
         for host, tids in self.frozen.threads.items():
-            look = self.live.spaces[host].seen
+            look = self.looks[host]
             for tid in tids:
                 for pid in look.thread(tid).children():
                     if pid in inside:

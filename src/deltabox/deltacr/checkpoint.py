@@ -1,19 +1,21 @@
 """Take a checkpoint: freeze, capture, copy, thaw, compile.
 
 Between freeze and thaw only what needs the tree to stand still is done: the capture, the copy of
-the pages into the template, and the caller's `at_instant` (the file system's snapshot), which runs
-beside the capture.  The program is compiled after the tree runs again.  Whatever fails, the
-tree is thawed as it was.
+the pages into the template, and the caller's `at_instant` (the file system's snapshot), which
+another thread runs beside the capture.  The program is compiled after the tree runs again.
+Whatever fails, the tree is thawed as it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 from ..errors import CheckpointError, DeltaBoxError
@@ -25,9 +27,8 @@ from .live import Live
 from .model import PAGE, Capture, External
 from .objects.ghosts import Attic
 from .objects.seccomp import forbids_restart
-from .peer import PeerGone, ProgramFailed, Run, insist
+from .peer import PeerGone, ProgramFailed, insist
 from .program import compile_program
-from .records import Var
 from .stash import Changes, Stash, feed, plan
 from .template import Stats, Template
 
@@ -48,6 +49,7 @@ def take(
     externals: Mapping[str, External],
     attic: Attic,
     at_instant: Callable[[], T],
+    beside: Executor,
 ) -> tuple[Template, T]:
     """Fill `blank` with the tree's state at one instant; it is the checkpoint's template then.
 
@@ -60,7 +62,7 @@ def take(
     with live.lock:
         try:
             undisturbed = functools.partial(_undisturbed, waits=live.waits)
-            with freeze(live, undisturbed) as frozen:
+            with freeze(live, undisturbed) as frozen, _meanwhile(beside, at_instant) as instant:
                 seen, copies, changes = capture(
                     live,
                     frozen,
@@ -71,6 +73,7 @@ def take(
                     born=born,
                     attic=attic,
                     on_external=on_external,
+                    beside=beside,
                 )
                 blank.shared = copies
                 stash = plan(seen, blank.stash)
@@ -78,7 +81,7 @@ def take(
                 whole = sum(stash.sizes().values())
                 blank.resize(own=whole, whole=whole, extra=shared)
                 changed = _feed(blank, seen, stash, reference, changes)
-                result = at_instant()
+                result = instant.result()
             pause = time.monotonic() - frozen.began
             live.forget_others(frozen.threads)
             for space in live.spaces.values():
@@ -92,6 +95,11 @@ def take(
     limits = [_limit(which) for which in range(16)]
     blank.sealed, blank.first = compile_program(seen, stash, network=network, limits=limits)
     blank.capture = seen
+    blank.known = {
+        p.pid: found.known
+        for p in seen.processes
+        if (found := live.spaces.get(p.host_pid)) is not None and found.known is not None
+    }
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
     blank.stash = stash
     blank.resize(own=changed, whole=whole, extra=shared + len(blank.sealed.content))
@@ -102,6 +110,16 @@ def take(
         processes=len(seen.processes),
     )
     return blank, result
+
+
+@contextlib.contextmanager
+def _meanwhile(beside: Executor, do: Callable[[], T]) -> Iterator[Future[T]]:
+    """Done by another thread within the block, which does not end before."""
+    future = beside.submit(do)
+    try:
+        yield future
+    finally:
+        future.exception()
 
 
 def _feed(
@@ -119,13 +137,6 @@ def _feed(
         for fd in feeding.fds.values():
             os.close(fd)
     return feeding.pulled + run.variable(feeding.copied) * PAGE
-
-
-def check_reads(run: Run, checks: list[tuple[Var, int]]) -> None:
-    """A read that stopped half-way says so only in its result."""
-    for result, expected in checks:
-        if run.variable(result) != expected:
-            raise CheckpointError("some pages of a process could not be read")
 
 
 def _undisturbed(frozen: Frozen, waits: Waits) -> None:

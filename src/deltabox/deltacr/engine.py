@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,12 +37,11 @@ from ..errors import (
 )
 from ..linux import cgroup
 from ..linux.cgroup import remove as remove_cgroup
-from . import boot, checkpoint
+from . import ahead, boot, checkpoint
 from .asked import Asked
 from .boot import First
 from .groups import Groups
 from .ledger import Ledger
-from .live import Exit as Exit
 from .live import Live, WorldState
 from .model import External
 from .network import Network, Networks
@@ -49,6 +49,7 @@ from .objects import seccomp, terminals
 from .objects.ghosts import Attic
 from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import SLOTS, WORLD_SLOT, Program, Sealed
+from .reports import Exit as Exit
 from .stash import duplicate, plan
 from .template import Template
 
@@ -76,6 +77,7 @@ class Engine:
         if root is None:
             raise HostUnsupported("control groups version 2 are not mounted")
         self.name = f"deltabox-{os.getpid()}"
+        self.beside = ThreadPoolExecutor(32, thread_name_prefix="beside")
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:  # PID 1 opens everything that a tree has open, before it clones it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -116,6 +118,7 @@ class Engine:
         return Tree(self, name, first_uid, memory_limit, pids_limit, network, on_external, io_uring)
 
     def close(self) -> None:
+        self.beside.shutdown()
         self.seed.close()
         end_task(self._task)
         with contextlib.suppress(FileNotFoundError):
@@ -234,7 +237,7 @@ class Tree:
             live.end()
             raise RollbackError(f"a terminal could not be filled again: {error}") from error
         live.origin = template.capture
-        live.base = template
+        live.base = live.cloned_from = template
         return live
 
     def _use(self, world: Live) -> None:
@@ -254,7 +257,7 @@ class Tree:
                 run = peer.send(sealed, live.slot, fds)
                 asked.serve(run)
                 peer.answer(run)  # all clones have been made
-            peer.answer(run)
+            live.await_answer(run)
         live.take(sealed.handed)
 
     def checkpoint(
@@ -288,6 +291,7 @@ class Tree:
                 externals=externals,
                 attic=attic,
                 at_instant=at_instant,
+                beside=self.engine.beside,
             )
         except BaseException:
             blank.close()
@@ -417,6 +421,13 @@ class Tree:
             self._lives.discard(live)
         self._scale_groups()
 
+    def look_ahead(self, live: Live) -> None:
+        """Begin to watch a restored tree that runs; for the caller's background."""
+        try:
+            ahead.look(live)
+        except OSError as error:
+            log.info("the next checkpoint will look for itself: %s", error)
+
     def prepare(self, live: Live) -> None:
         """Make the template of a live tree's next checkpoint ahead; for the caller's background.
 
@@ -465,15 +476,12 @@ class Tree:
                 fresh = plan(base.capture, None)
                 whole = sum(base.stash.sizes().values())
                 made.resize(own=whole, whole=whole)
-                program, fds, checks = duplicate(
-                    base.stash, fresh, base.pid_outside, self.reference
-                )
+                program, fds = duplicate(base.stash, fresh, base.pid_outside, self.reference)
                 try:
-                    run = made.peer.run(program.seal(), 0, fds)
+                    made.peer.run(program.seal(), 0, fds)
                 finally:
                     for fd in fds.values():
                         os.close(fd)
-                checkpoint.check_reads(run, checks)
                 made.stash = fresh
         except BaseException:
             made.close()

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import resource
+import select
 import socket
 import struct
 import threading
@@ -32,24 +33,17 @@ from ..linux.proc import (
 from ..linux.terminal import TIOCSCTTY
 from .boot import SIGCHLD
 from .interrupted import Waits
-from .look import Common
 from .model import Capture
 from .network import Network
 from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
-from .peer import Peer, PeerGone, ProgramFailed, insist
+from .peer import Peer, PeerGone, ProgramFailed, Run, insist
 from .records import REQUEST_SLOT, Program, Ref, Sealed, Var
+from .reports import Exit, Reports
 from .space import Space
 from .template import Template
+from .turns import Ahead
 
 FindFile = Callable[[int, bytes, int], Iterator[str]]
-
-
-@dataclass(frozen=True)
-class Exit:
-    """The end of a child of PID 1: its pid inside, and its wait status (wait(2))."""
-
-    pid: int
-    status: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ class Live:
         self.pidfd = os.pidfd_open(init)
         self.group = group
         self.peer = Peer(requests)
-        self.reports = reports
+        self.reports = Reports(reports)
         self.slot = slot
         self.root = -1
         self.lock = threading.RLock()  # held by spawn and by a freeze: no child is half made
@@ -97,10 +91,11 @@ class Live:
         self.tasks = 0  # while it waits to be used: how many it has, instead of a sandbox's share
         self.waits = Waits()
         self.origin: Capture | None = None  # what it was restored from
+        self.cloned_from: Template | None = None
         self.base: Template | None = None  # the last state of it that a template holds
         self.successor: Template | None = None  # made ahead for the next checkpoint
         self.spaces: dict[int, Space] = {}  # by host pid
-        self.common = Common(init)
+        self.ahead = Ahead()
         self.handed: dict[str, int] = {}  # descriptors taken out of a restored PID 1
         self.on_end: Callable[[], None] = lambda: None
         # guesses at the path of a file by its handle (kind, bytes) and inode number; whoever owns
@@ -108,7 +103,6 @@ class Live:
         self.find: FindFile = lambda kind, handle, inode: iter(())
         self._ended = False
         self._end_lock = threading.Lock()
-        reports.setblocking(False)
 
     def attach(self, world: WorldState | None) -> None:
         """Open what needs the mounts to be in place; `world` is known from an earlier sandbox."""
@@ -123,7 +117,11 @@ class Live:
     def space(self, host: int, pid: int) -> Space:
         """What is known of the memory of one process, by its host pid and its pid inside."""
         if host not in self.spaces:
-            self.spaces[host] = Space(host, origin=self.base if self.restored(pid) else None)
+            origin = self.cloned_from if self.restored(pid) else None
+            known = origin.known.get(pid) if origin is not None else None
+            self.spaces[host] = Space(host, origin, known)
+            if origin is not None:
+                self.spaces[host].adopt(self.reports.watcher(pid))
         return self.spaces[host]
 
     def restored(self, pid: int) -> bool:
@@ -322,20 +320,19 @@ class Live:
 
     def read_exits(self) -> list[Exit]:
         """Ends reported so far; EOFError when PID 1 itself has died."""
-        exits: list[Exit] = []
+        return self.reports.exits()
+
+    def await_answer(self, run: Run) -> None:
+        """Wait for PID 1, while those it rebuilds may have more to report than the socket holds."""
+        poller = select.poll()
+        poller.register(self.peer.sock, select.POLLIN)
+        poller.register(self.reports.sock, select.POLLIN)
         while True:
-            try:
-                data = self.reports.recv(8)
-            except BlockingIOError:
-                return exits
-            except ConnectionResetError:
-                data = b""
-            if not data:
-                if exits:
-                    return exits
-                raise EOFError("PID 1 of the sandbox has died")
-            pid, status = struct.unpack("<ii", data)
-            exits.append(Exit(pid, status))
+            ready = {fd for fd, _ in poller.poll(10_000)}
+            if not ready or self.peer.sock.fileno() in ready:
+                break
+            self.reports.collect()
+        self.peer.answer(run)
 
     # -- looking at it ------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Everything that can be seen of a stopped process from outside, seen in one go.
 
-Which questions there are depends only on the process and its threads, so the list is made once and
-asked at every checkpoint (linux/ask.py).  What the answers mean is each object's own business.
+Which questions there are depends only on the number of threads, so the lists are made once and
+asked of every process (linux/ask.py).  What the answers mean is each object's own business.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ..linux import proc
 from ..linux.ask import Answers, Descriptor, Kind, Questions
@@ -28,10 +28,11 @@ _FILES = (
 
 
 class Look:
-    """The answers of one process. `host` ids; the main thread is the first of `tids`."""
+    """The answers of one process; `tids` are the host's, the main thread's first."""
 
-    def __init__(self, questions: Questions) -> None:
-        self.answers: Answers = questions.ask()
+    def __init__(self, tids: Items[int]) -> None:
+        self.answers: Answers = questions(len(tids)).ask(tids)
+        self._index = {tid: index for index, tid in enumerate(tids)}
 
     @cached_property
     def stat(self) -> proc.Stat:
@@ -43,7 +44,7 @@ class Look:
 
     def namespace(self, name: str, tid: int = 0) -> int | None:
         """The inode of a namespace; None where nobody has been born in it yet."""
-        raw = self.answers.get(f"{tid}/ns/{name}" if tid else f"ns/{name}")
+        raw = self.answers.get(f"{self._index[tid]}/ns/{name}" if tid else f"ns/{name}")
         return None if raw is None else struct.unpack_from("=QQ", raw)[1]
 
     def file(self, name: str) -> bytes | None:
@@ -58,15 +59,15 @@ class Look:
         return _infos(self.answers["pending"])
 
     def thread(self, tid: int) -> ThreadLook:
-        return ThreadLook(self.answers, tid)
+        return ThreadLook(self.answers, self._index[tid])
 
 
 class ThreadLook:
     """The answers of one thread."""
 
-    def __init__(self, answers: Answers, tid: int) -> None:
+    def __init__(self, answers: Answers, index: int) -> None:
         self._answers = answers
-        self._at = f"{tid}/"
+        self._at = f"{index}/"
 
     def __getitem__(self, name: str) -> bytes:
         return self._answers[self._at + name]
@@ -127,65 +128,66 @@ class ThreadLook:
         return [int(pid) for pid in self["children"].split()]
 
 
-def questions(host: int, tids: Items[int]) -> Questions:
-    """What to ask of a stopped process with these threads."""
+@lru_cache(maxsize=256)
+def questions(threads: int) -> Questions:
+    """What to ask of a stopped process with so many threads."""
     ask = Questions()
-    at = f"/proc/{host}"
     for name in _FILES:
-        ask.add(name, Kind.READ, f"{at}/{name}")
+        ask.add(name, Kind.READ, f"/proc/%d/{name}")
     for name in PROCESS_NAMESPACES:
-        ask.add(f"ns/{name}", Kind.STAT, f"{at}/ns/{name}")
+        ask.add(f"ns/{name}", Kind.STAT, f"/proc/%d/ns/{name}")
     for name in ("exe", "cwd", "root"):
-        ask.add(name, Kind.LINK, f"{at}/{name}")
-        ask.add(f"{name} facts", Kind.STAT, f"{at}/{name}")
-    ask.add("descriptors", Kind.DESCRIPTORS, who=host)
-    ask.add("pending", Kind.SIGNALS, who=host, more=1)
-    for tid in tids:
-        task = f"{at}/task/{tid}"
+        ask.add(name, Kind.LINK, f"/proc/%d/{name}")
+        ask.add(f"{name} facts", Kind.STAT, f"/proc/%d/{name}")
+    ask.add("descriptors", Kind.DESCRIPTORS)
+    ask.add("pending", Kind.SIGNALS, more=1)
+    for who in range(threads):
+        task = "/proc/%d/task/%d"
         for name in ("stat", "status", "children", "personality"):
-            ask.add(f"{tid}/{name}", Kind.READ, f"{task}/{name}")
-        for name in THREAD_NAMESPACES if tid != host else ():
-            ask.add(f"{tid}/ns/{name}", Kind.STAT, f"{task}/ns/{name}")
-        ask.add(f"{tid}/registers", Kind.REGISTERS, who=tid, more=NT_PRSTATUS)
-        ask.add(f"{tid}/xstate", Kind.REGISTERS, who=tid, more=NT_X86_XSTATE)
-        ask.add(f"{tid}/mask", Kind.SIGNAL_MASK, who=tid)
-        ask.add(f"{tid}/pending", Kind.SIGNALS, who=tid)
-        ask.add(f"{tid}/rseq", Kind.RSEQ, who=tid)
-        ask.add(f"{tid}/dispatch", Kind.DISPATCH, who=tid)
-        ask.add(f"{tid}/robust", Kind.ROBUST_LIST, who=tid)
-        _scheduling(ask, f"{tid}/", tid)
+            ask.add(f"{who}/{name}", Kind.READ, f"{task}/{name}", who=who)
+        for name in THREAD_NAMESPACES if who else ():
+            ask.add(f"{who}/ns/{name}", Kind.STAT, f"{task}/ns/{name}", who=who)
+        ask.add(f"{who}/registers", Kind.REGISTERS, who=who, more=NT_PRSTATUS)
+        ask.add(f"{who}/xstate", Kind.REGISTERS, who=who, more=NT_X86_XSTATE)
+        ask.add(f"{who}/mask", Kind.SIGNAL_MASK, who=who)
+        ask.add(f"{who}/pending", Kind.SIGNALS, who=who)
+        ask.add(f"{who}/rseq", Kind.RSEQ, who=who)
+        ask.add(f"{who}/dispatch", Kind.DISPATCH, who=who)
+        ask.add(f"{who}/robust", Kind.ROBUST_LIST, who=who)
+        _scheduling(ask, f"{who}/", who)
     return ask
 
 
-def _scheduling(ask: Questions, at: str, tid: int) -> None:
-    ask.add(f"{at}scheduling", Kind.SCHEDULING, who=tid)
-    ask.add(f"{at}affinity", Kind.AFFINITY, who=tid)
-    ask.add(f"{at}io priority", Kind.IO_PRIORITY, who=tid)
+def _scheduling(ask: Questions, at: str, who: int) -> None:
+    ask.add(f"{at}scheduling", Kind.SCHEDULING, who=who)
+    ask.add(f"{at}affinity", Kind.AFFINITY, who=who)
+    ask.add(f"{at}io priority", Kind.IO_PRIORITY, who=who)
 
 
-class Common:
-    """What PID 1 has, and what all others began with."""
+def _common() -> Questions:
+    ask = Questions()
+    for name in ("attr/current", "loginuid", "oom_score_adj", "coredump_filter"):
+        ask.add(name, Kind.READ, f"/proc/%d/{name}")
+    for name in PROCESS_NAMESPACES[:8]:
+        ask.add(f"ns/{name}", Kind.STAT, f"/proc/%d/ns/{name}")
+    ask.add("status", Kind.READ, "/proc/%d/status")
+    _scheduling(ask, "", 0)
+    return ask
 
-    def __init__(self, init: int) -> None:
-        self._ask = Questions()
-        for name in ("attr/current", "loginuid", "oom_score_adj", "coredump_filter"):
-            self._ask.add(name, Kind.READ, f"/proc/{init}/{name}")
-        for name in PROCESS_NAMESPACES[:8]:
-            self._ask.add(f"ns/{name}", Kind.STAT, f"/proc/{init}/ns/{name}")
-        _scheduling(self._ask, "", init)
 
-    def look(self) -> CommonLook:
-        return CommonLook(self._ask.ask())
+_COMMON = _common()
 
 
 class CommonLook:
-    """The answers of PID 1."""
+    """What PID 1 has, and what all others began with."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, init: int) -> None:
+        answers = _COMMON.ask([init])
         self.file = answers.get
         self.scheduling = Scheduling.unpack(answers["scheduling"])
         self.affinity = answers["affinity"]
         self.io_priority = int.from_bytes(answers["io priority"], "little")
+        self.filters = int(proc.Status(answers["status"])["Seccomp_filters"])
         self.namespaces = {
             name: answers.facts(f"ns/{name}").inode for name in PROCESS_NAMESPACES[:8]
         }

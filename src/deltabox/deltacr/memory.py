@@ -17,6 +17,8 @@ import mmap
 import os
 import re
 import struct
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
@@ -64,8 +66,6 @@ _KNOWN_FLAGS = {
 }
 # VmFlags -> advice of madvise(2) that sets them again
 _ADVICE = {"rr": 1, "sr": 2, "dc": 10, "mg": 12, "hg": 14, "nh": 15, "dd": 16, "wf": 18}
-_WATCHED = frozenset({"uw"})  # VM_UFFD_WP
-_WIPED = frozenset({"wf", "dp"})  # VM_WIPEONFORK, VM_DROPPABLE
 _IOV_MAX = 1024
 _MADV_UNMERGEABLE, _MADV_GUARD_INSTALL = 13, 102
 _MSEAL = 462
@@ -79,15 +79,12 @@ _DELETED = " (deleted)"
 _AIO = "/[aio] (deleted)"
 
 
-def mappings(text: bytes, watched: bool, refuse: Refuse) -> tuple[list[Mapping], int, int]:
-    """(the VMAs, address of the vdso, a free place for injection), from headers and flags of smaps.
-
-    `watched`: it is us who watch its writes.
-    """
+def mappings(text: bytes, refuse: Refuse) -> tuple[list[Mapping], int, int]:
+    """(VMAs, address of the vdso, a free place for injection), from what ask.c left of smaps."""
     found: list[Mapping] = []
     vdso = 0
     for header, flags in _entries(text):
-        mapping = _mapping(header, flags - _WATCHED if watched else flags, refuse)
+        mapping = _mapping(header, flags, refuse)
         if mapping is None:
             continue
         if mapping.path == "[vdso]":
@@ -101,14 +98,29 @@ def mappings(text: bytes, watched: bool, refuse: Refuse) -> tuple[list[Mapping],
 def with_pages(mappings: list[Mapping], present: Regions) -> list[Mapping]:
     """The mappings with the pages and guard regions that have been found in them."""
     return [
-        replace(m, pages=() if m.shared or m.flags & _WIPED else pages, guards=guards)
-        if pages or guards
-        else m
+        replace(m, pages=pages if m.saved else (), guards=guards) if pages or guards else m
         for m, (pages, guards) in zip(mappings, _pages_of(mappings, present), strict=True)
     ]
 
 
-def _pages_of(mappings: list[Mapping], present: Regions) -> list[tuple[_Pages, _Pages]]:
+def repaged(
+    before: tuple[Mapping, ...], present: Regions, pristine: Callable[[Mapping], bool]
+) -> tuple[Mapping, ...]:
+    """The same mappings with the pages they have now; those with the same pages stay themselves."""
+    return tuple(
+        m
+        if (m.pages, m.guards) == (pages, guards) or (not m.saved and m.guards == guards)
+        else replace(
+            m,
+            pages=pages if m.saved else (),
+            guards=guards,
+            of_base=bool(pages) and m.saved and m.kind == "file" and pristine(m),
+        )
+        for m, (pages, guards) in zip(before, _pages_of(before, present), strict=True)
+    )
+
+
+def _pages_of(mappings: Items[Mapping], present: Regions) -> list[tuple[_Pages, _Pages]]:
     """(pages, guard regions) of each mapping."""
     out: list[tuple[_Pages, _Pages]] = []
     regions = iter(present)

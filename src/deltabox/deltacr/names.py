@@ -7,17 +7,18 @@ capture, by device and inode, each once for a whole tree.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 from ..errors import UnsupportedState
-from ..linux.ask import Answers, Facts
+from ..linux.ask import Answers, Facts, Kind, Questions
 from ..linux.openat2 import openat2
 from . import memory
 from .look import Look
 from .model import Mapping
 from .objects import files
 from .objects.ghosts import DELETED, Ghosts
-from .space import Space
 from .subject import Refuse, Refused
 
 
@@ -41,10 +42,11 @@ class Names:
         """Whether a mapped file is the base's own, unchanged."""
         return (mapping.path, mapping.inode) in self._pristine
 
-    def learn(self, space: Space, paths: tuple[str, ...]) -> Answers:
-        """Find out at once what the names lead to that one process needs."""
-        answers = space.names(self.root_fd, tuple(dict.fromkeys(paths)))
-        for path in paths:
+    def look(self, paths: Iterable[str]) -> Answers:
+        """Find out at once what these names lead to."""
+        wanted = tuple(dict.fromkeys(paths))
+        answers = _questions(wanted).ask([self.root_fd])
+        for path in wanted:
             self._facts[path] = answers.get(path)
         return answers
 
@@ -52,6 +54,11 @@ class Names:
         """Whether a mapping shows what its name leads to, now and as long as that is the same."""
         key = (mapping.path, mapping.device, mapping.inode)
         return mapping.kind != "file" or (self._named[key] and mapping.ghost < 0)
+
+    def is_of_base(self, mapping: Mapping) -> bool:
+        """Whether a mapped file, whose name has been looked up, is the base's own, unchanged."""
+        facts = self._facts.get(mapping.path)
+        return facts is not None and Facts.unpack(facts).changed < (self.born - 1) * 1e9
 
     def executable(self, host: int, look: Look, refuse: Refuse) -> tuple[str, int]:
         """(path, index of its ghost or -1) of what a process runs."""
@@ -74,8 +81,10 @@ class Names:
         path, info = look.answers.text(link), look.answers.facts(f"{link} facts")
         key = (path, info.device, info.inode)
         known = self._facts.get(path)
-        if known is not None and Facts.unpack(known).same_file(info):
-            return path, -1
+        if known is not None:
+            it = Facts.unpack(known)
+            if (it.device or self._root.st_dev, it.inode) == (info.device, info.inode):
+                return path, -1
         magic = f"/proc/{host}/{link}"
         if key not in self._found:
             try:
@@ -172,6 +181,14 @@ class Names:
         finally:
             os.close(file)
             os.close(memory_fd)
+
+
+@lru_cache(maxsize=256)
+def _questions(paths: tuple[str, ...]) -> Questions:
+    ask = Questions()
+    for path in paths:
+        ask.add(path, Kind.IN_ROOT, path, more=os.O_PATH)
+    return ask
 
 
 def _map_file(host: int, mapping: Mapping) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Sequence as Items
 from ..errors import UnsupportedState
 from ..linux import namespace as ns
 from ..linux import numbers as nr
-from . import boot, frame, kinds, memory
+from . import boot, frame, kinds, memory, reports
 from .boot import First, World
 from .model import Capture, Process, Thread
 from .objects import (
@@ -375,6 +375,7 @@ class _Compiler:
         layout = process.layout
         exe = layout.ghost if layout.ghost >= 0 else layout.exe
         memory.layout(program, do, process, self.files[exe, 0])
+        reports.send_watcher(self.rebuild, do, process)
         self._directory(do, process)
         self._descriptors(do, process)
         self._await_children(do, process)

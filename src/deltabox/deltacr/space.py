@@ -26,6 +26,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..linux import bulk, pidfd, userfaultfd
@@ -33,7 +34,6 @@ from ..linux import numbers as nr
 from ..linux.ask import Answers, Kind, Questions
 from ..linux.bulk import Areas, Regions
 from . import memory
-from .look import Look, questions
 from .model import Mapping
 
 if TYPE_CHECKING:
@@ -42,28 +42,42 @@ if TYPE_CHECKING:
     from .subject import Refuse
     from .template import Template
 
-_NEVER = frozenset({"wf", "dp"})  # not saved: VM_WIPEONFORK, VM_DROPPABLE
+
+def _flags(watched: bool) -> Questions:
+    ask = Questions()
+    ask.add("flags", Kind.FLAGS, "/proc/%d/smaps", more=int(watched))
+    return ask
+
+
+_FLAGS = {watched: _flags(watched) for watched in (False, True)}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What was found out about an address space, and is true again while `text` is the same."""
+
+    text: bytes  # headers and flags of smaps, see linux/ask.c
+    bare: list[Mapping]  # without pages
+    vdso: int
+    gap: int  # a free place for injection
+    present: Regions | None = None
+    names: Answers | None = None  # what the names of its files led to
+    found: tuple[Mapping, ...] = ()  # with pages, and names that were good
 
 
 class Space:
     """What is known of one process's memory. Used by one thread at a time."""
 
-    def __init__(self, host: int, watcher: int = -1, origin: Template | None = None) -> None:
-        """`watcher` is a userfaultfd of it, owned from now on; `origin` what it was cloned from."""
+    def __init__(self, host: int, origin: Template | None = None, known: Known | None = None):
+        """`origin` is the template it was cloned from, `known` what was known of it then."""
         self.host = host
         self.pending: list[Regions] = []
         self.compared = False  # pending pages may be unchanged: let the template compare them
-        self._watcher = watcher
+        self.known = known
+        self._watcher = -1
         self._origin = origin
-        self._seen = False  # its pages have been protected once
+        self.seen = False  # its pages have been protected once
         self._areas: tuple[Items[Mapping], Areas, Areas] | None = None
-        self._questions: tuple[list[int], Questions] | None = None
-        self._flags = Questions()
-        self._flags.add("flags", Kind.FLAGS, f"/proc/{host}/smaps")
-        self._map: tuple[bytes, tuple[list[Mapping], int, int]] | None = None
-        self._names: tuple[tuple[str, ...], Questions] | None = None
-        self._known: tuple[list[Mapping], Regions, Answers, tuple[Mapping, ...]] | None = None
-        self.seen: Look
 
     @property
     def watched(self) -> bool:
@@ -99,56 +113,27 @@ class Space:
             self.close()
             raise
 
-    def adopt(self, watcher: int, origin: Template) -> None:
-        """Take the descriptor that a restored process has made for us."""
-        self._watcher, self._origin = watcher, origin
-        self._introduce()
+    def adopt(self, watcher: int) -> None:
+        """Take the descriptor that a restored process has made for us; -1: it has made none."""
+        if watcher >= 0:
+            self._watcher = watcher
+            self._introduce()
 
     # -- what it is -----------------------------------------------------------------------------
 
-    def ask(self, tids: list[int]) -> Look:
-        """Look at the stopped process, which has these threads, the main one first."""
-        if self._questions is None or self._questions[0] != tids:
-            self._questions = tids, questions(self.host, tids)
-        self.seen = Look(self._questions[1])
-        return self.seen
+    def map(self, refuse: Refuse) -> Known:
+        """Read its map; what is known of it stays known while nothing but pages has changed."""
+        text = _FLAGS[self.watched].ask([self.host])["flags"]
+        if self.known is None or self.known.text != text:
+            self.known = Known(text, *memory.mappings(text, refuse))
+        return self.known
 
-    def mappings(self, refuse: Refuse) -> tuple[list[Mapping], int, int]:
-        """(the VMAs without pages, address of the vdso, a free place for injection).
-
-        The very same list as the last time when nothing but pages has changed.
-        """
-        text = self._flags.ask()["flags"]
-        if self._map is None or self._map[0] != text:
-            self._map = text, memory.mappings(text, self.watched, refuse)
-        return self._map[1]
-
-    def names(self, root: int, paths: tuple[str, ...]) -> Answers:
-        """What these paths lead to inside a root (a descriptor)."""
-        if self._names is None or self._names[0] != paths:
-            ask = Questions()
-            for path in paths:
-                ask.add(path, Kind.IN_ROOT, path, who=root, more=os.O_PATH)
-            self._names = paths, ask
-        return self._names[1].ask()
-
-    def known_mappings(
-        self, bare: list[Mapping], present: Regions, names: Answers
-    ) -> tuple[Mapping, ...] | None:
-        """What was remembered, if it was made of the same."""
-        known = self._known
-        if known is None or known[0] is not bare or not known[2].same(names):
-            return None
-        return known[3] if known[1].packed == present.packed else None
-
-    def remember_mappings(
-        self,
-        bare: list[Mapping],
-        present: Regions,
-        names: Answers,
-        found: tuple[Mapping, ...],
+    def learn(
+        self, present: Regions, names: Answers | None, found: tuple[Mapping, ...] = ()
     ) -> None:
-        self._known = bare, present, names, found
+        """Remember what was found in the present map. Without names: only what depends on none."""
+        assert self.known is not None
+        self.known = replace(self.known, present=present, names=names, found=found)
 
     # -- looking at its pages ---------------------------------------------------------------------
 
@@ -175,15 +160,15 @@ class Space:
         found = Regions()
         if self.watched:
             found = bulk.written(pagemap, self._where(mappings)[1])
-        if not self._seen:
+        if not self.seen:
             # restored, and never looked at: everything counts as written
             found, unknown = bulk.union([found, unknown]), Regions()
         if self._origin is not None and template is not None and not template.closed:
-            if not self._seen:
+            if not self.seen:
                 found = self._unshared(pagemap, found, base, template)
             elif len(unknown):
                 unknown = self._unshared(pagemap, unknown, base, template)
-        self._seen = True
+        self.seen = True
         self.compared = self.compared or not self.watched
         self.pending.append(bulk.union([found, unknown]))
 
@@ -245,7 +230,7 @@ class Space:
 
 
 def _watchable(mapping: Mapping) -> bool:
-    return not (mapping.shared or mapping.kind == "vdso" or mapping.flags & _NEVER)
+    return mapping.saved and mapping.kind != "vdso"
 
 
 def _areas(mappings: Items[Mapping], watched: bool) -> list[tuple[int, int, bool]]:

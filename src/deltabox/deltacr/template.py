@@ -23,6 +23,7 @@ from .boot import First
 from .model import Capture
 from .peer import Peer, PeerGone, ProgramFailed, end_task
 from .records import OURS_END, STASH, WORLD_SLOT, Program, Sealed
+from .space import Known
 from .stash import Stash
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Template:
         self.stash: Stash | None = None  # what it holds, and where
         self.depth = 0  # generations of forks since the last full copy
         self.capture: Capture | None = None
+        self.known: dict[int, Known] = {}  # of each process's memory, by pid
         self.shared: list[int] = []  # files with the contents of shared memory
         self.externals: list[str] = []  # keys of the pipes a restore must bring
         self.shares: Callable[[], bool] = lambda: False  # pages with other templates

@@ -74,7 +74,7 @@ _MOUNT = [
     "syncfs",
 ]
 _PACKAGES = ("deltabox.linux.", "deltabox.deltacr.", "deltabox.deltafs.", "deltabox.keeper.")
-_COUNTED_THREADS = ("connection", "fork")
+_COUNTED_THREADS = ("connection", "fork", "beside")
 
 
 class Faults:

@@ -11,7 +11,8 @@ import errno
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -47,7 +48,10 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Facts:
-    """Of struct stat; `changed` is st_ctime in nanoseconds."""
+    """Of struct stat; `changed` is st_ctime in nanoseconds.
+
+    As the answer to IN_ROOT a device of 0 is that of the root itself.
+    """
 
     device: int
     inode: int
@@ -72,9 +76,6 @@ class Facts:
             info.st_size,
             info.st_ctime_ns,
         )
-
-    def same_file(self, other: Facts) -> bool:
-        return (self.device, self.inode) == (other.device, other.inode)
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,10 @@ class Questions:
     def add(
         self, name: str, kind: Kind, path: str | bytes = b"", *, who: int = 0, more: int = 0
     ) -> None:
-        """Ask `kind` of a path, or of `who` (a process, thread or descriptor)."""
+        """Ask `kind` of ids[who], the ids (process, threads or a descriptor) being given later.
+
+        A path is a format of ids[0] and ids[who], but for IN_ROOT.
+        """
         self.names[name] = len(self._entries)
         self._entries.append((kind, who, more, len(self._paths)))
         self._paths += os.fsencode(path) + b"\0"
@@ -127,8 +131,9 @@ class Questions:
         self._packed = ctypes.create_string_buffer(packed, max(len(packed), 1))
         return self._packed
 
-    def ask(self) -> Answers:
-        """Ask all of them."""
+    def ask(self, ids: Sequence[int]) -> Answers:
+        """Ask all of them of these."""
+        about = array("i", ids)
         packed = self._packed or self._pack()
         count = len(self._entries)
         answers = ctypes.create_string_buffer(_ANSWER.size * count or 1)
@@ -136,6 +141,7 @@ class Questions:
             got = _ask(
                 packed,
                 ctypes.c_long(count),
+                ctypes.c_void_p(about.buffer_info()[0]),
                 _buffers.bytes,
                 ctypes.c_uint64(_buffers.room),
                 answers,

@@ -115,13 +115,8 @@ def our_program() -> Program:
 # -- capture ------------------------------------------------------------------------------------
 
 
-def ours(init: int) -> int:
-    """How many filters everybody in the tree has from us; `init` is its PID 1."""
-    return int(proc.status(init)["Seccomp_filters"])
-
-
 def is_under(status: proc.Status, ours: int) -> bool:
-    """Whether a thread, of which this is /proc/PID/status, has more than ours."""
+    """Whether a thread, of which this is /proc/PID/status, has more than those all have from us."""
     return int(status["Seccomp"]) == STRICT or int(status["Seccomp_filters"]) != ours
 
 
