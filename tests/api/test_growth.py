@@ -245,3 +245,33 @@ def test_templates_end_with_their_checkpoints(sandbox: Sandbox) -> None:
     for checkpoint in taken:
         checkpoint.delete()
     assert until(lambda: templates() <= few + 6), (few, templates())
+
+
+def test_the_count_of_memory_is_the_kernels(sandbox: Sandbox) -> None:
+    """A line long enough for full copies, half of it deleted: what is said is what is charged."""
+    probe = Probe.start(sandbox)
+    probe.do("x = bytearray(os.urandom(1 << 20) * 24)")
+    sandbox.checkpoint("first")
+    before, said_before = memory(sandbox), sandbox.usage.memory
+    assert said_before > 24 * MIB
+    line = []
+    for number in range(20):
+        probe.do(f"x[{number} << 20 : {number + 2} << 20] = os.urandom(2 << 20)")
+        line.append(sandbox.checkpoint())
+        time.sleep(0.05)  # thought, in which the next template is made ahead
+
+    def agrees() -> bool:
+        charged, said = memory(sandbox) - before, sandbox.usage.memory - said_before
+        return abs(charged - said) < 16 * MIB + said // 10
+
+    assert until(agrees), ((memory(sandbox) - before) / MIB, sandbox.usage)
+    said = sandbox.usage.memory
+    assert said < 20 * 4 * MIB + 5 * 28 * MIB  # what changed, and the full copies
+    for checkpoint in line[1::2]:
+        checkpoint.delete()
+    assert until(lambda: sandbox.usage.memory < said - 5 * MIB), sandbox.usage
+    assert until(agrees), ((memory(sandbox) - before) / MIB, sandbox.usage)
+    sandbox.rollback("first")
+    for checkpoint in line[0::2]:
+        checkpoint.delete()
+    assert until(lambda: sandbox.usage.memory < said_before + 4 * MIB), sandbox.usage

@@ -1,9 +1,9 @@
 """What is done for the next checkpoint while nobody waits: look for writes, copy what was written.
 
-All of it is done to a tree that runs.  Looking protects the pages that it finds written, and what is
-written again is found again: so a page that was copied at any moment is either as it was then or
-found by the next look (space.py).  A checkpoint that begins takes over at once: it has to wait for
-one look at one process, or one piece of copying, at the most.
+All of it is done to a tree that runs.  Looking protects the pages that it finds written, and what
+is written again is found again: so a page that was copied at any moment is either as it was then
+or found by the next look (space.py).  A checkpoint that begins takes over at once: it has to wait
+for one look at one process, or one piece of copying, at the most.
 """
 
 from __future__ import annotations

@@ -20,16 +20,17 @@ from typing import TypeVar
 
 from ..errors import CheckpointError, DeltaBoxError
 from ..linux import ptrace
-from .capture import capture
+from .capture import Capturing
 from .freeze import Frozen, freeze
 from .interrupted import Waits
 from .live import Live
-from .model import PAGE, Capture, External
+from .model import PAGE, External
+from .model import Mapping as Vma
 from .objects.ghosts import Attic
 from .objects.seccomp import forbids_restart
 from .peer import PeerGone, ProgramFailed, insist
 from .program import compile_program
-from .stash import Changes, Stash, feed, plan
+from .stash import feed, plan
 from .template import Stats, Template
 
 log = logging.getLogger(__name__)
@@ -59,41 +60,42 @@ def take(
     tree runs on in both cases.
     """
     started = time.monotonic()
-    with live.lock:
+    with live.lock, live.ahead.checkpoint():
+        capturing = None
         try:
             undisturbed = functools.partial(_undisturbed, waits=live.waits)
             with freeze(live, undisturbed) as frozen, _meanwhile(beside, at_instant) as instant:
-                seen, copies, changes = capture(
+                capturing = Capturing(
                     live,
                     frozen,
                     owner=owner,
                     externals=externals,
-                    waits=live.waits,
                     base=base,
                     born=born,
                     attic=attic,
                     on_external=on_external,
-                    beside=beside,
                 )
-                blank.shared = copies
-                stash = plan(seen, blank.stash)
-                shared = sum(size for one in seen.shared for _, size in one.extents)
-                whole = sum(stash.sizes().values())
-                blank.resize(own=whole, whole=whole, extra=shared)
-                changed = _feed(blank, seen, stash, reference, changes)
+                capturing.gather(beside)
+                changed = _feed(blank, capturing, reference)
                 result = instant.result()
             pause = time.monotonic() - frozen.began
+            seen = capturing.finish()
             live.forget_others(frozen.threads)
             for space in live.spaces.values():
                 space.settled()
-        except DeltaBoxError:
+        except BaseException as error:
+            if capturing is not None:
+                capturing.give_up()
+            if not isinstance(error, DeltaBoxError) and isinstance(
+                error, (ProgramFailed, PeerGone, OSError)
+            ):
+                raise CheckpointError(f"the tree could not be captured: {error}") from error
             raise
-        except (ProgramFailed, PeerGone) as error:
-            raise CheckpointError(f"the tree could not be captured: {error}") from error
-        except OSError as error:
-            raise CheckpointError(f"the tree could not be captured: {error}") from error
+    assert blank.stash is not None
+    blank.shared = capturing.copies
+    shared = sum(size for one in seen.shared for _, size in one.extents)
     limits = [_limit(which) for which in range(16)]
-    blank.sealed, blank.first = compile_program(seen, stash, network=network, limits=limits)
+    blank.sealed, blank.first = compile_program(seen, blank.stash, network=network, limits=limits)
     blank.capture = seen
     blank.known = {
         p.pid: found.known
@@ -101,7 +103,7 @@ def take(
         if (found := live.spaces.get(p.host_pid)) is not None and found.known is not None
     }
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
-    blank.stash = stash
+    whole = sum(blank.stash.sizes().values())
     blank.resize(own=changed, whole=whole, extra=shared + len(blank.sealed.content))
     blank.stats = Stats(
         pause_ms=pause * 1e3,
@@ -122,21 +124,33 @@ def _meanwhile(beside: Executor, do: Callable[[], T]) -> Iterator[Future[T]]:
         future.exception()
 
 
-def _feed(
-    blank: Template,
-    seen: Capture,
-    stash: Stash,
-    reference: int,
-    changes: dict[int, Changes],
-) -> int:
+def _feed(blank: Template, capturing: Capturing, reference: int) -> int:
     """Read the tree's pages into the template; bytes that were written there."""
-    feeding = feed(seen, stash, blank.stash, reference, changes)
+    processes, changes = capturing.processes(), capturing.changes
+    mappings = {p.pid: p.mappings for p in processes}
+    if _holds(blank, mappings) and not any(len(c.pages) for c in changes.values()):
+        return 0
+    stash = plan(processes, blank.stash)
+    whole = sum(stash.sizes().values())
+    blank.resize(own=whole, whole=whole)
+    feeding = feed(processes, stash, blank.stash, reference, changes)
     try:
         run = blank.peer.run(feeding.program.seal(), 0, feeding.fds)
     finally:
         for fd in feeding.fds.values():
             os.close(fd)
+    blank.stash, blank.mappings = stash, mappings
     return feeding.pulled + run.variable(feeding.copied) * PAGE
+
+
+def _holds(template: Template, mappings: dict[int, tuple[Vma, ...]]) -> bool:
+    """Whether a template was fed for these very mappings with these pages."""
+    held = template.mappings
+    return (
+        template.stash is not None
+        and held.keys() == mappings.keys()
+        and all(held[p] is m for p, m in mappings.items())
+    )
 
 
 def _undisturbed(frozen: Frozen, waits: Waits) -> None:

@@ -464,6 +464,7 @@ class Tree:
         """A template that shares all pages of another."""
         made = self._blank(base)
         made.stash, made.depth = base.stash, base.depth + 1
+        made.mappings = base.mappings
         return made
 
     def _copy_of(self, base: Template) -> Template:
@@ -473,7 +474,7 @@ class Tree:
             with base.life:
                 if base.closed or base.stash is None or base.capture is None:
                     raise PeerGone("the template has been closed")
-                fresh = plan(base.capture, None)
+                fresh = plan(base.capture.processes, None)
                 whole = sum(base.stash.sizes().values())
                 made.resize(own=whole, whole=whole)
                 program, fds = duplicate(base.stash, fresh, base.pid_outside, self.reference)

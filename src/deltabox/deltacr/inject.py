@@ -27,11 +27,11 @@ from ..linux import numbers as nr
 from ..linux import stop
 from .peer import insist
 
-SIZE = 0x5000
+SIZE = 0x6000
 _RECORDS = 0x1000
 _DATA = 0x4000
 DATA = 1 << 62
-"""Addresses from here on mean the 4 KiB that calls may use as buffers, wherever they will lie."""
+"""Addresses from here on mean the 8 KiB that calls may use as buffers, wherever they will lie."""
 
 # rbx points to records of {number, six arguments, result}; the list ends with number -1.
 #   next: mov rax,[rbx]; cmp rax,-1; je done; mov rdi,[rbx+8]; mov rsi,[rbx+16]; mov rdx,[rbx+24]
@@ -132,7 +132,7 @@ class Injection:
 
     @property
     def data(self) -> int:
-        """Address of 4 KiB that calls may use as buffers."""
+        """Address of 8 KiB that calls may use as buffers."""
         return self._gap + _DATA
 
     def write(self, offset: int, content: bytes) -> None:

@@ -23,13 +23,14 @@ from __future__ import annotations
 import os
 import struct
 from collections import Counter
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
 from ..linux.bulk import Regions, Row, translate
 from ..linux.openat2 import openat2
-from .model import Capture, Mapping, Process
+from .model import Mapping, Process
 from .records import (
     CONTROL,
     OURS_END,
@@ -140,17 +141,17 @@ class Stash:
         return sizes
 
 
-def plan(capture: Capture, base: Stash | None) -> Stash:
+def plan(processes: Items[Process], base: Stash | None) -> Stash:
     """Lay out the stash for a whole tree; what `base` holds already stays where it is.
 
     Neighbours that the kernel had kept apart must not become mergeable, so two of the same
     protection that touch are given different shifts.
     """
     stash = Stash(next=base.next if base else STASH)
-    pids = {process.pid for process in capture.processes}
+    pids = {process.pid for process in processes}
     if base:
         stash.windows = {key: list(found) for key, found in base.windows.items() if key[0] in pids}
-    for process in capture.processes:
+    for process in processes:
         neighbours = Counter(m.start // _GIB for m in process.mappings if m.pages)
         previous: Mapping | None = None
         shift = 0
@@ -205,7 +206,7 @@ class Feeding:
 
 
 def feed(
-    capture: Capture,
+    processes: Items[Process],
     stash: Stash,
     base: Stash | None,
     reference: int,
@@ -222,7 +223,7 @@ def feed(
         for key, held in stash.held.items()
         if held.file and not (base and key in base.held and base.held[key].same_place(held))
     )
-    hidden = {p.pid: p for p in capture.processes for m in p.mappings if m.pages and not m.prot & 1}
+    hidden = {p.pid: p for p in processes for m in p.mappings if m.pages and not m.prot & 1}
     program = Program(*(f"mem{pid}" for pid in hidden), *names)
     fds: dict[str, int] = {}
     try:
@@ -234,7 +235,7 @@ def feed(
         old = base.held if base else {}
         if base:
             _shrink(program, old, stash)
-        for process in capture.processes:
+        for process in processes:
             _feed_process(feeding, process, stash, old, changes.get(process.pid))
     except BaseException:
         for fd in fds.values():

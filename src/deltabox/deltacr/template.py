@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ..linux import numbers as nr
 from ..linux import pagemap, pidfd
 from .boot import First
-from .model import Capture
+from .model import Capture, Mapping
 from .peer import Peer, PeerGone, ProgramFailed, end_task
 from .records import OURS_END, STASH, WORLD_SLOT, Program, Sealed
 from .space import Known
@@ -57,6 +57,7 @@ class Template:
         self.stash: Stash | None = None  # what it holds, and where
         self.depth = 0  # generations of forks since the last full copy
         self.capture: Capture | None = None
+        self.mappings: dict[int, tuple[Mapping, ...]] = {}  # those it was fed for, by pid
         self.known: dict[int, Known] = {}  # of each process's memory, by pid
         self.shared: list[int] = []  # files with the contents of shared memory
         self.externals: list[str] = []  # keys of the pipes a restore must bring
