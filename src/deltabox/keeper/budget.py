@@ -126,9 +126,11 @@ class Budget:
             holder.account()
         drop = 1
         while (passed := self._passed()) is not None:
-            if not self._make_room(holder, drop, disk=self.disk > self.max_disk):
+            disk = self.disk > self.max_disk
+            if not self._make_room(holder, drop, disk=disk):
                 raise NoSpace(passed)
-            drop *= 2
+            if disk:
+                drop *= 2  # because each time is a commit and a trim
 
     def check_host(self) -> None:
         """Raise `NoSpace` when the host has hardly any memory left."""
