@@ -21,7 +21,7 @@ from ..linux.ptrace import Registers
 from . import memory
 from .descriptors import DescriptorTable
 from .freeze import Frozen, in_interpreter
-from .inject import DATA, Injection
+from .inject import DATA, Injection, NoRoom
 from .interrupted import UnknownCall
 from .live import Live
 from .look import Look
@@ -51,8 +51,10 @@ from .objects import (
 )
 from .objects.ghosts import Attic, Ghosts
 from .objects.sockets import Network
+from .space import Known
 from .stash import Changes
 from .subject import Refuse, Refused
+from .template import Template
 
 _PR_GET_SECUREBITS, _PR_GET_TID_ADDRESS = 27, 40
 # Fields of a thread that are restored on the last steps, after a stopped job has stopped.
@@ -119,6 +121,7 @@ class Capturing:
         self,
         live: Live,
         frozen: Frozen,
+        template: Template,
         *,
         owner: int,
         externals: Mapping[str, External],
@@ -127,12 +130,13 @@ class Capturing:
         attic: Attic,
         on_external: str,
     ) -> None:
-        """`base` is a descriptor of the base's root (-1: none); `born` the time.time() of the
-        tree's first moment, before which every inode change belongs to the base; `on_external`
-        says what becomes of connections to the outside.
+        """`template` will hold it; `base` is a descriptor of the base's root (-1: none); `born`
+        the time.time() of the tree's first moment, before which every inode change belongs to the
+        base; `on_external` says what becomes of connections to the outside.
         """
         self.live = live
         self.frozen = frozen
+        self.template = template
         self.owner = owner
         self.waits = live.waits
         self.ghosts = Ghosts(live.root, owner, attic, born)
@@ -164,7 +168,7 @@ class Capturing:
         self.inside = proc.inside_pids([live.init, *frozen.threads])
         self.table.inside.update(self.inside)
         stopped = {host: self.inside[host] for host in frozen.threads}
-        with Memories(live, stopped, self.names, beside) as self._memories:
+        with Memories(live, stopped, self.names, self.template, beside) as self._memories:
             with live.surveying() as survey:
                 self.common = live.common()
                 self._check_world()
@@ -382,12 +386,7 @@ class Capturing:
         mappings = memory.with_pages(seen.known.bare, seen.present)
         mappings = self.names.mapped(host, mappings, refuse)
         mappings = [self._shared(host, m, refuse) for m in mappings]
-        found = tuple(
-            replace(m, of_base=True)
-            if m.pages and m.kind == "file" and self.names.is_pristine(m)
-            else m
-            for m in mappings
-        )
+        found = self.names.with_base(mappings)
         if all(m.memory < 0 and m.ghost < 0 and self.names.is_settled(m) for m in found):
             self._memories.space(host).learn(seen.present, seen.names, found)
         return found
@@ -396,7 +395,24 @@ class Capturing:
         self, host: int, look: Look, tids: list[int], posix: list[PosixTimer], memory_fd: int
     ) -> tuple[tuple[int, ...], bytes, dict[int, tuple[tuple[int, ...], bytes]], int]:
         """What only it can tell: (of itself, its buffer, of each thread, `lock_future`)."""
-        known = self._memories.map(host)
+        known = self._memories.assumed(host)
+        if known.vdso != look.vdso:  # it may have called exec
+            known = self._memories.map(host)
+        try:
+            return self._ask_at(known, host, look, tids, posix, memory_fd)
+        except NoRoom:
+            known = self._memories.map(host)
+            return self._ask_at(known, host, look, tids, posix, memory_fd)
+
+    def _ask_at(
+        self,
+        known: Known,
+        host: int,
+        look: Look,
+        tids: list[int],
+        posix: list[PosixTimer],
+        memory_fd: int,
+    ) -> tuple[tuple[int, ...], bytes, dict[int, tuple[tuple[int, ...], bytes]], int]:
         space = self._memories.space(host)
         calls = _MAIN_CALLS
         if posix:
@@ -446,7 +462,7 @@ class Capturing:
         return self.live.origin.by_pid[pid]
 
     def _check_process(self, host: int, tids: list[int], look: Look, refuse: Refuse) -> None:
-        attributes.check_before_asking(host, tids, look, self.common.namespaces, refuse)
+        attributes.check_before_asking(host, tids, look, self.common, refuse)
         for tid in tids:
             if seccomp.is_under(look.thread(tid).status, self.common.filters):
                 seccomp.suspend(tid)

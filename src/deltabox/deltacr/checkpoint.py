@@ -60,14 +60,15 @@ def take(
     tree runs on in both cases.
     """
     started = time.monotonic()
-    with live.lock, live.ahead.checkpoint():
+    with live.lock:
         capturing = None
         try:
-            undisturbed = functools.partial(_undisturbed, waits=live.waits)
-            with freeze(live, undisturbed) as frozen, _meanwhile(beside, at_instant) as instant:
+            put_back = functools.partial(undisturbed, waits=live.waits)
+            with freeze(live, put_back) as frozen, _meanwhile(beside, at_instant) as instant:
                 capturing = Capturing(
                     live,
                     frozen,
+                    blank,
                     owner=owner,
                     externals=externals,
                     base=base,
@@ -129,18 +130,17 @@ def _feed(blank: Template, capturing: Capturing, reference: int) -> int:
     processes, changes = capturing.processes(), capturing.changes
     mappings = {p.pid: p.mappings for p in processes}
     if _holds(blank, mappings) and not any(len(c.pages) for c in changes.values()):
-        return 0
+        return blank.read_ahead
     stash = plan(processes, blank.stash)
     whole = sum(stash.sizes().values())
     blank.resize(own=whole, whole=whole)
     feeding = feed(processes, stash, blank.stash, reference, changes)
     try:
-        run = blank.peer.run(feeding.program.seal(), 0, feeding.fds)
+        run = blank.peer.run(feeding.whole().seal(), 0, feeding.fds)
     finally:
-        for fd in feeding.fds.values():
-            os.close(fd)
+        feeding.close()
     blank.stash, blank.mappings = stash, mappings
-    return feeding.pulled + run.variable(feeding.copied) * PAGE
+    return blank.read_ahead + feeding.pulled + run.variable(feeding.copied) * PAGE
 
 
 def _holds(template: Template, mappings: dict[int, tuple[Vma, ...]]) -> bool:
@@ -153,7 +153,7 @@ def _holds(template: Template, mappings: dict[int, tuple[Vma, ...]]) -> bool:
     )
 
 
-def _undisturbed(frozen: Frozen, waits: Waits) -> None:
+def undisturbed(frozen: Frozen, waits: Waits) -> None:
     """Before the thaw, calls that the kernel would end with EINTR are put back."""
     for pid, tids in frozen.threads.items():
         try:

@@ -277,27 +277,28 @@ class Tree:
                 process="init",
                 object="network",
             )
-        blank = self._successor(live)
-        try:
-            taken = checkpoint.take(
-                live,
-                blank,
-                owner=self.owner,
-                network=self.network,
-                base=self.base,
-                reference=self.reference,
-                born=self.born,
-                on_external=self.on_external,
-                externals=externals,
-                attic=attic,
-                at_instant=at_instant,
-                beside=self.engine.beside,
-            )
-        except BaseException:
-            blank.close()
-            raise
-        live.base = blank
-        return taken
+        with live.ahead.checkpoint():
+            blank = self._successor(live)
+            try:
+                taken = checkpoint.take(
+                    live,
+                    blank,
+                    owner=self.owner,
+                    network=self.network,
+                    base=self.base,
+                    reference=self.reference,
+                    born=self.born,
+                    on_external=self.on_external,
+                    externals=externals,
+                    attic=attic,
+                    at_instant=at_instant,
+                    beside=self.engine.beside,
+                )
+            except BaseException:
+                blank.close()
+                raise
+            live.base = blank
+            return taken
 
     def close(self) -> None:
         """End what is left of the tree."""
@@ -421,12 +422,19 @@ class Tree:
             self._lives.discard(live)
         self._scale_groups()
 
-    def look_ahead(self, live: Live) -> None:
-        """Begin to watch a restored tree that runs; for the caller's background."""
+    def work_ahead(self, live: Live) -> None:
+        """Do what can be done for the next checkpoint of a tree that runs; in the background."""
         try:
-            ahead.look(live)
-        except OSError as error:
-            log.info("the next checkpoint will look for itself: %s", error)
+            self.prepare(live)
+            ahead.work(
+                live,
+                owner=self.owner,
+                base=self.base,
+                born=self.born,
+                reference=self.reference,
+            )
+        except (OSError, ProgramFailed, PeerGone, DeltaBoxError) as error:
+            log.info("the next checkpoint will have more to do: %s", error)
 
     def prepare(self, live: Live) -> None:
         """Make the template of a live tree's next checkpoint ahead; for the caller's background.

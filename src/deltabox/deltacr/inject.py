@@ -80,6 +80,10 @@ def pack(calls: tuple[Call, ...]) -> bytes:
     return b"".join(parts)
 
 
+class NoRoom(CheckpointError):
+    """Something is mapped already where our page should have been."""
+
+
 class Injection:
     """A place in one stopped process from which calls can be made, by any of its threads."""
 
@@ -97,14 +101,17 @@ class Injection:
         self._saved = stop.save(self._leader)
         with contextlib.ExitStack() as undo:
             undo.callback(_put_back, self._leader, self._saved)
-            undo.callback(self._unmap)
             got = self._map(self._gap, SIZE, 7)
+            if got != -errno.EEXIST:
+                undo.callback(self._unmap)
             if got == -errno.EACCES:
                 # PR_SET_MDWE or a security module: nothing may be writable and executable at once
                 got = self._map(self._gap, mmap.PAGESIZE, 5)
                 if got == self._gap:
                     rest = self._gap + mmap.PAGESIZE
                     got += self._map(rest, SIZE - mmap.PAGESIZE, 3) - rest
+            if got == -errno.EEXIST:
+                raise NoRoom("no free place was found in a process")
             if got != self._gap:
                 raise CheckpointError(f"no page could be mapped for injection: {got}")
             os.pwrite(self._memory, _CODE, self._gap)

@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import os
 import struct
+from array import array
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
@@ -195,14 +197,84 @@ class Changes:
     compare: bool = False  # some of `pages` may be as they were: compare before writing
 
 
+@dataclass(frozen=True)
+class Pull:
+    """Ranges to read from one process, as iovecs: where they are, and where they are kept."""
+
+    pid: int
+    source: int | str  # its host pid, or the input that brings its memory file
+    remote: bytes
+    local: bytes
+    count: int
+    total: int
+    what: str
+
+    def pieces(self, most: int) -> Iterator[Pull]:
+        """The same in parts of about so many bytes."""
+        sizes = array("Q", self.remote)[1::2]
+        first = total = 0
+        for index, size in enumerate(sizes, 1):
+            total += size
+            if total >= most or index == self.count:
+                where = slice(16 * first, 16 * index)
+                yield replace(
+                    self,
+                    remote=self.remote[where],
+                    local=self.local[where],
+                    count=index - first,
+                    total=total,
+                )
+                first, total = index, 0
+
+    def regions(self) -> Regions:
+        """Where they are, in the process."""
+        return Regions.of([(at, at + size) for at, size in struct.iter_unpack("<QQ", self.remote)])
+
+
 @dataclass
 class Feeding:
-    """The template's own program, what it needs, and how to tell that all was read."""
+    """What a template has to run to hold a new stash: `program`, and then all of `pulls`."""
 
     program: Program
     fds: dict[str, int]
     copied: Var  # pages that were merged
-    pulled: int = 0  # bytes that were read without comparing
+    pulls: list[Pull] = field(default_factory=list)
+
+    @property
+    def pulled(self) -> int:
+        """Bytes that are read without comparing."""
+        return sum(pull.total for pull in self.pulls)
+
+    def reading(self, pulls: Items[Pull]) -> Program:
+        """A program of its own for some of the pulls."""
+        program = Program(*self.fds)
+        for pull in pulls:
+            _add(program, pull)
+        return program
+
+    def whole(self) -> Program:
+        """All in one."""
+        for pull in self.pulls:
+            _add(self.program, pull)
+        return self.program
+
+    def close(self) -> None:
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds.clear()
+
+
+def _add(program: Program, pull: Pull) -> None:
+    is_file = isinstance(pull.source, str)
+    program.root.pull(
+        program.inputs[pull.source] if isinstance(pull.source, str) else pull.source,
+        pull.remote,
+        pull.local,
+        pull.count,
+        pull.total,
+        is_file=is_file,
+        what=pull.what,
+    )
 
 
 def feed(
@@ -216,7 +288,7 @@ def feed(
 
     `changes` are by pid. process_vm_readv(2) respects PROT_NONE, so such pages come through
     /proc/PID/mem instead. `reference` is a root that shows the base as it is, for mappings of its
-    files.
+    files. The caller closes what is returned.
     """
     names = dict.fromkeys(
         held.file[0]
@@ -225,21 +297,20 @@ def feed(
     )
     hidden = {p.pid: p for p in processes for m in p.mappings if m.pages and not m.prot & 1}
     program = Program(*(f"mem{pid}" for pid in hidden), *names)
-    fds: dict[str, int] = {}
+    feeding = Feeding(program, {}, program.variable())
     try:
         for pid, process in hidden.items():
-            fds[f"mem{pid}"] = os.open(f"/proc/{process.host_pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+            path = f"/proc/{process.host_pid}/mem"
+            feeding.fds[f"mem{pid}"] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         for path in names:
-            fds[path] = openat2(reference, path, os.O_RDONLY)
-        feeding = Feeding(program, fds, program.variable())
+            feeding.fds[path] = openat2(reference, path, os.O_RDONLY)
         old = base.held if base else {}
         if base:
             _shrink(program, old, stash)
         for process in processes:
             _feed_process(feeding, process, stash, old, changes.get(process.pid))
     except BaseException:
-        for fd in fds.values():
-            os.close(fd)
+        feeding.close()
         raise
     return feeding
 
@@ -300,26 +371,14 @@ def _feed_process(
     _pull(feeding, process, hidden_fresh, changes.present, is_file=True)
 
 
-def _source(feeding: Feeding, process: Process, is_file: bool) -> Argument:
-    return feeding.program.inputs[f"mem{process.pid}"] if is_file else process.host_pid
-
-
 def _pull(
     feeding: Feeding, process: Process, rows: list[Row], regions: Regions, *, is_file: bool
 ) -> None:
     remote, local, count, total = translate(rows, regions)
-    if not count:
-        return
-    feeding.pulled += total
-    feeding.program.root.pull(
-        _source(feeding, process, is_file),
-        remote,
-        local,
-        count,
-        total,
-        is_file=is_file,
-        what=f"read the memory of pid {process.pid}",
-    )
+    if count:
+        source = f"mem{process.pid}" if is_file else process.host_pid
+        what = f"read the memory of pid {process.pid}"
+        feeding.pulls.append(Pull(process.pid, source, remote, local, count, total, what))
 
 
 def _merge(
@@ -334,7 +393,7 @@ def _merge(
     ):
         assert scratch is not None
         program.root.merge(
-            _source(feeding, process, is_file),
+            program.inputs[f"mem{process.pid}"] if is_file else process.host_pid,
             origin,
             target,
             size,

@@ -57,6 +57,7 @@ class Template:
         self.stash: Stash | None = None  # what it holds, and where
         self.depth = 0  # generations of forks since the last full copy
         self.capture: Capture | None = None
+        self.read_ahead = 0  # bytes that were copied before the checkpoint
         self.mappings: dict[int, tuple[Mapping, ...]] = {}  # those it was fed for, by pid
         self.known: dict[int, Known] = {}  # of each process's memory, by pid
         self.shared: list[int] = []  # files with the contents of shared memory

@@ -141,7 +141,7 @@ class Tree:
         self.names: dict[str, str | None] = {}
         self.boxes: dict[str, Box] = {}
         self.retention: Retention[Node] = Retention()
-        self.touched = False
+        self.touched: set[Box] = set()  # those with work to be done ahead
         self.place = -1
         self.origin: Snapshot
         self._numbers = itertools.count(1)
@@ -579,15 +579,20 @@ class Tree:
             change, self._disk = used - self._disk, used
         self.budget.took(disk=change)
 
-    def touch(self) -> None:
-        """A command has ended: write its files out while the caller is thinking."""
-        if not self.touched:
-            self.touched = True
-            self.background.submit(self._presync)
+    def touch(self, box: Box) -> None:
+        """A command has ended: work ahead for a checkpoint while the caller is thinking."""
+        with self.lock:
+            if box in self.touched:
+                return
+            self.touched.add(box)
+        self.background.submit(self._work_ahead, box)
 
-    def _presync(self) -> None:
-        self.touched = False
-        self.image.presync()
+    def _work_ahead(self, box: Box) -> None:
+        with self.lock:
+            self.touched.discard(box)
+        if not (box.closing or box.dead):
+            self.image.presync()
+            self.engine.work_ahead(box.live)
 
     def _idle(self) -> None:
         self.image.maintain()
