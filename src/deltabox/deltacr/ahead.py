@@ -27,7 +27,7 @@ from .inject import Injection
 from .live import Live
 from .look import CommonLook, Look
 from .memories import refusing, same_mappings
-from .model import Mapping, Process
+from .model import PAGE, Mapping, Process
 from .names import Names
 from .objects import attributes, seccomp
 from .space import Space
@@ -152,14 +152,16 @@ def _copy(
         stash = plan(processes, template.stash)
         feeding = feed(processes, stash, template.stash, reference, changes)
         try:
-            template.resize(sum(stash.sizes().values()))
-            template.peer.run(feeding.program.seal(), 0, feeding.fds)
+            whole = sum(stash.sizes().values())
+            template.resize(own=whole, whole=whole)
+            run = template.peer.run(feeding.program.seal(), 0, feeding.fds)
         except BaseException:
             # nobody knows what it holds now
             feeding.close()
             if live.take_successor() is template:
                 template.close()
             raise
+        template.read_ahead += run.variable(feeding.copied) * PAGE
         template.stash, template.mappings = stash, {}
         pieces = deque(piece for pull in feeding.pulls for piece in pull.pieces(_PIECE))
         _mark(template, spaces, looks, pieces)
@@ -174,6 +176,7 @@ def _copy(
         with live.ahead.step() as may:
             if may and live.successor is template:
                 template.mappings = found
+                template.resize(own=template.read_ahead, whole=whole)
     finally:
         feeding.close()
 

@@ -422,50 +422,37 @@ def _reserve(program: Program, held: Held, known: int) -> None:
     )
 
 
-def _read_ranges(
-    program: Program,
-    pid: int,
-    ranges: list[tuple[int, int, int]],
-    checks: list[tuple[Var, int]],
-) -> None:
-    """process_vm_readv(2) of (origin, target, size) ranges, at most IOV_MAX of them."""
-    remote = program.data(b"".join(struct.pack("<QQ", a, n) for a, _, n in ranges))
-    local = program.data(b"".join(struct.pack("<QQ", a, n) for _, a, n in ranges))
-    result = program.variable()
-    program.root.call(
-        nr.PROCESS_VM_READV,
-        pid,
-        local,
-        len(ranges),
-        remote,
-        len(ranges),
-        0,
-        save=result,
-        what=f"read the memory of host process {pid}",
-    )
-    checks.append((result, sum(n for _, _, n in ranges)))
-
-
 def duplicate(
     old: Stash, new: Stash, template: int, reference: int
-) -> tuple[Program, dict[str, int], list[tuple[Var, int]]]:
+) -> tuple[Program, dict[str, int]]:
     """Fill a blank template with all that another one (a host pid) holds, page by page.
 
     The copy begins a new line, because forks of forks of templates get slower with every
     generation; and a new layout, because a line of templates never uses an address range again.
+    It is read through /proc/PID/mem: process_vm_readv(2) pins what it reads, for which the kernel
+    first gives a forked process pages of its own (FAULT_FLAG_UNSHARE, since Linux 5.19), and the
+    template that is read would hold everything a second time.
     """
     names = dict.fromkeys(held.file[0] for held in new.held.values() if held.file)
-    program = Program(*names)
+    program = Program("memory", *names)
     fds = {path: openat2(reference, path, os.O_RDONLY) for path in names}
-    checks: list[tuple[Var, int]] = []
+    fds["memory"] = os.open(f"/proc/{template}/mem", os.O_RDONLY | os.O_CLOEXEC)
     ranges: list[tuple[int, int, int]] = []
     for key, held in new.held.items():
         _reserve(program, held, 0)
         origin = old.held[key].shift
         ranges += [(low + origin, low + held.shift, high - low) for low, high in held.pages]
-    for first in range(0, len(ranges), _IOV_MAX):
-        _read_ranges(program, template, ranges[first : first + _IOV_MAX], checks)
-    return program, fds, checks
+    if ranges:
+        program.root.pull(
+            program.inputs["memory"],
+            b"".join(struct.pack("<QQ", start, size) for start, _, size in ranges),
+            b"".join(struct.pack("<QQ", start, size) for _, start, size in ranges),
+            len(ranges),
+            sum(size for _, _, size in ranges),
+            is_file=True,
+            what=f"read the memory of host process {template}",
+        )
+    return program, fds
 
 
 def _without(
