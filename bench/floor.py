@@ -107,13 +107,14 @@ def image(scratch: Path, *, gigabytes: int) -> Iterator[Path]:
         file, mountpoint = directory / "image", directory / "mounted"
         file.touch()
         os.truncate(file, gigabytes << 30)
-        subprocess.run([*_MKFS, file], check=True)
+        subprocess.run([*_MKFS, str(file)], check=True, stderr=subprocess.PIPE)
         mountpoint.mkdir()
         subprocess.run(["mount", "-t", "btrfs", "-o", _OPTIONS, file, mountpoint], check=True)
-        undo.callback(subprocess.run, ["umount", mountpoint], check=True)
+        undo.callback(lambda: subprocess.run(["umount", mountpoint], check=True))
         source = mountpoint / "source"
-        command = ["btrfs", "subvolume", "create", source]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            ["btrfs", "subvolume", "create", source], check=True, stdout=subprocess.DEVNULL
+        )
         for place in (source / "upper", source / "work", mountpoint / "merged"):
             place.mkdir()
         yield mountpoint

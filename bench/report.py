@@ -373,10 +373,16 @@ def show(console: Console, report: Report) -> None:
         console.print(f"note: {note}")
 
 
+def wide_console() -> Console:
+    """A console; one that is no terminal is wide enough for our tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
 def finish(recorder: Recorder, output: Path | None) -> None:
     """Show what was measured, and write it if asked."""
     report = recorder.report()
-    console = Console()
+    console = wide_console()
     show(console, report)
     if output is not None:
         write_json(output, report)
