@@ -107,7 +107,7 @@ def image(scratch: Path, *, gigabytes: int) -> Iterator[Path]:
         file, mountpoint = directory / "image", directory / "mounted"
         file.touch()
         os.truncate(file, gigabytes << 30)
-        subprocess.run([*_MKFS, str(file)], check=True, stderr=subprocess.PIPE)
+        subprocess.run([*_MKFS, str(file)], check=True, capture_output=True)
         mountpoint.mkdir()
         subprocess.run(["mount", "-t", "btrfs", "-o", _OPTIONS, file, mountpoint], check=True)
         undo.callback(lambda: subprocess.run(["umount", mountpoint], check=True))

@@ -241,9 +241,11 @@ class Recorder:
         """Measure a point, or several, with `body()`; whether that went well.
 
         If it fails, or takes longer than `limit` seconds, a failure is recorded and what it had
-        added stays. It is not begun when the part's time is over.
+        added stays. It is not begun when the part's time is over. How long it took goes to
+        standard error, so that who waits sees something.
         """
-        left = self._ends - time.monotonic()
+        began = time.monotonic()
+        left = self._ends - began
         if left <= 0:
             self.fail(name, "not begun: the time of this part was over", x=x)
             return False
@@ -261,6 +263,8 @@ class Recorder:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+            spent = time.monotonic() - began
+            click.echo(f"  {spent:6.1f} s  {name}{'' if x is None else f', {whole(x)}'}", err=True)
         return True
 
     def values(self, name: str, *, x: float | None = None) -> list[float]:
