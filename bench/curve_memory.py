@@ -20,7 +20,7 @@ DIRTY = 1000  # pages, on the curve over memory
 MEMORY = "memory"
 PAGES = "dirty pages"
 STILL = 1.0  # seconds for which MemAvailable must not move
-STILL_MB = 4.0
+STILL_MB = 8  # what is no movement; of a big state, a hundredth of it
 NEEDED = 2.6  # times the memory of a point: itself, its checkpoint, and what differs
 
 
@@ -28,6 +28,7 @@ def memory(recorder: Recorder, floor: Floor, xs: list[int], rounds: int, patienc
     recorder.curve(MEMORY, title="Anonymous memory", x="MB of anonymous memory")
     recorder.curve(f"{MEMORY}-first", title="The first checkpoint", x="MB of anonymous memory")
     _expectations(recorder)
+    quick = rounds < 10
     for x in xs:
         if x * NEEDED + 1024 > meminfo("MemAvailable") / 1024:
             recorder.note(f"{MEMORY}: {x} MB left out, this machine has too little for it.")
@@ -35,7 +36,7 @@ def memory(recorder: Recorder, floor: Floor, xs: list[int], rounds: int, patienc
         recorder.attempt(f"{MEMORY}: floor", partial(_floor, recorder, floor, x), x=x)
         for suffix, standby in VARIANTS:
             point = Point(recorder, MEMORY, x, rounds, patience, suffix)
-            body = partial(_memory, point, standby=standby, repeat=1 if x > 1000 else 3)
+            body = partial(_memory, point, standby=standby, repeat=1 if x > 1000 or quick else 3)
             recorder.attempt(f"{MEMORY}{suffix}", body, x=x, limit=60 + x / 20 + 3 * patience)
 
 
@@ -78,9 +79,10 @@ def _memory(point: Point, *, standby: bool, repeat: int) -> None:
             puppet.ask(load.setup or "")
             before = meminfo("MemAvailable")
             sandbox.run("true")
-            spent, settled = settle()
+            still = max(STILL_MB, int(point.x) // 100)
+            spent, settled = settle(still, limit=1.5 * point.patience)
             checkpoint, call = timed(sandbox)
-            _, after = settle()
+            _, after = settle(still, limit=1.5 * point.patience)
             if standby:
                 point.record("pre-copy time", spent * 1e3)
                 point.record("pre-copy memory", (before - settled) / 1024)
@@ -91,16 +93,19 @@ def _memory(point: Point, *, standby: bool, repeat: int) -> None:
                 point.measure(sandbox, puppet, load)
 
 
-def settle(limit: float = 60.0) -> tuple[float, int]:
-    """Wait until MemAvailable stands still: the seconds until it last moved, and its value, KiB."""
+def settle(still_mb: int, *, limit: float) -> tuple[float, int]:
+    """Wait until MemAvailable stands still: the seconds until it last moved, and its value, KiB.
+
+    Other work on the machine moves it too; `limit` seconds are the most.
+    """
     began = moved = time.monotonic()
     last = meminfo("MemAvailable")
     while (now := time.monotonic()) - moved < STILL and now - began < limit:
         time.sleep(0.02)
         found = meminfo("MemAvailable")
-        if abs(found - last) > STILL_MB * 1024:
+        if abs(found - last) > still_mb * 1024:
             last, moved = found, now
-    return moved - began, last
+    return moved - began, meminfo("MemAvailable")
 
 
 def dirty_pages(

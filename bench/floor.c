@@ -10,8 +10,9 @@
  *   floor pages ROUNDS COUNT                read so many scattered pages of another process
  *   floor tree ROUNDS COUNT                 so many processes into new namespaces
  *   floor descriptors ROUNDS COUNT          a fork that opens so many files
- *   floor snapshot ROUNDS COUNT SYNC SUBVOLUME DIRECTORY      snapshot it after so many files of it
- *                                           have changed; SYNC: written back before, unmeasured
+ *   floor snapshot ROUNDS COUNT SYNC KEEP SUBVOLUME DIRECTORY    snapshot it after so many files of
+ *                                           it have changed; SYNC: written back before, unmeasured;
+ *                                           KEEP: and never delete one
  *   floor star ROUNDS COUNT MEGABYTES WORKERS LOWER IMAGE     so many copies at once: a writable
  *                                           snapshot of IMAGE/source, namespaces, an overlay mount on
  *                                           it, three processes, a byte from each of them. Prints
@@ -205,7 +206,8 @@ static int opened(const char *path)
 	return fd;
 }
 
-static void snapshots(int rounds, int count, int sync, const char *subvolume, const char *where)
+static void snapshots(int rounds, int count, int sync, int keep, const char *subvolume,
+		      const char *where)
 {
 	int source = opened(subvolume), directory = opened(where);
 	char name[64], block[PAGE];
@@ -223,7 +225,8 @@ static void snapshots(int rounds, int count, int sync, const char *subvolume, co
 		double began = now();
 		snapshot(source, directory, name, BTRFS_SUBVOL_RDONLY);
 		printf("%.1f\n", now() - began);
-		destroy(directory, name);
+		if (!keep)
+			destroy(directory, name);
 	}
 }
 
@@ -342,8 +345,8 @@ int main(int argc, char **argv)
 	} else if (!strcmp(what, "pages") && argc == 4) {
 		pages(rounds, size);
 		return 0;
-	} else if (!strcmp(what, "snapshot") && argc == 7) {
-		snapshots(rounds, size, atoi(argv[4]), argv[5], argv[6]);
+	} else if (!strcmp(what, "snapshot") && argc == 8) {
+		snapshots(rounds, size, atoi(argv[4]), atoi(argv[5]), argv[6], argv[7]);
 		return 0;
 	} else if (!strcmp(what, "star") && argc == 8) {
 		star(argv);

@@ -67,12 +67,14 @@ class Floor:
         """A fork that opens this many files."""
         return _milliseconds(self._run("descriptors", rounds, count))
 
-    def snapshot(self, image: Path, files: int, rounds: int, *, synced: bool) -> list[float]:
+    def snapshot(
+        self, image: Path, files: int, rounds: int, *, synced: bool, kept: bool = False
+    ) -> list[float]:
         """A btrfs snapshot of `image/source` after this many files of 4 KiB have changed; `synced`:
-        after they were written back, which is not measured.
+        after they were written back, which is not measured; `kept`: none is deleted.
         """
-        source = image / "source"
-        return _milliseconds(self._run("snapshot", rounds, files, int(synced), source, image))
+        numbers = (rounds, files, int(synced), int(kept))
+        return _milliseconds(self._run("snapshot", *numbers, image / "source", image))
 
     def star(self, image: Path, count: int, megabytes: int, rounds: int) -> Star:
         """This many copies at once, on all cores: see floor.c."""

@@ -270,6 +270,9 @@ class Recorder:
     def values(self, name: str, *, x: float | None = None) -> list[float]:
         return self._samples.get((name, x), [])
 
+    def floors(self, name: str, *, x: float | None = None) -> list[float]:
+        return self._floors.get(key(name, x), [])
+
     # -- the report --------------------------------------------------------------------------
 
     def _figure(self, name: str, x: float | None, values: list[float]) -> Figure:
