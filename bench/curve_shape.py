@@ -32,6 +32,8 @@ T = TypeVar("T")
 PROCESSES = "processes"
 DESCRIPTORS = "descriptors"
 SANDBOXES = "sandboxes"
+AT_ONCE = ("all checkpointed", "all rolled back")
+EVEN = "the checkpoints of one alone, shared evenly by all cores"
 MEGABYTES = 10  # of each sandbox on the curve over sandboxes
 
 
@@ -79,37 +81,34 @@ def sandboxes(
     recorder: Recorder, floor: Floor, xs: list[int], rounds: int, patience: float
 ) -> None:
     recorder.curve(SANDBOXES, title="Sandboxes at once", x="sandboxes")
-    cores = os.cpu_count() or 1
-    even = f"one alone, n times, on {cores} cores"
     for kind in ("independent", "siblings"):
-        for name in ("all checkpointed", "all rolled back"):
-            floor_name = f"{kind}, {name}: {even}"
-            recorder.expect(f"{SANDBOXES}: {kind}, {name}", floor=floor_name, curve=SANDBOXES)
-            recorder.expect(f"{SANDBOXES}: {kind}, {name}, against one alone", unit="x")
+        checkpoints, rollbacks = (f"{SANDBOXES}: {kind}, {name}" for name in AT_ONCE)
+        recorder.expect(checkpoints, floor=EVEN, curve=SANDBOXES)
+        recorder.expect(rollbacks, floor="bare copies at once", curve=SANDBOXES)
+        for name in (checkpoints, rollbacks):
+            recorder.expect(f"{name}, against one alone", unit="x")
     for x in xs:
         recorder.attempt(f"{SANDBOXES}: floor", partial(_star, recorder, floor, x), x=x)
         for kind in ("independent", "siblings"):
             body = partial(_beside, recorder, kind, x, rounds, patience)
-            limit = 60 + 2 * x + 3 * patience
-            if recorder.attempt(f"{SANDBOXES}: {kind}", body, x=x, limit=limit):
-                for name in ("all checkpointed", "all rolled back"):
-                    _compare(recorder, f"{SANDBOXES}: {kind}, {name}", x, cores, even)
+            recorder.attempt(f"{SANDBOXES}: {kind}", body, x=x, limit=60 + 2 * x + 3 * patience)
+            for name in AT_ONCE:
+                _compare(recorder, f"{SANDBOXES}: {kind}, {name}", x)
+        alone = recorder.values(f"{SANDBOXES}: independent, {AT_ONCE[0]}", x=1)
+        if alone:
+            fair = max(1.0, x / (os.cpu_count() or 1))
+            recorder.floor(EVEN, [value * fair for value in alone], x=x)
 
 
 def _star(recorder: Recorder, floor: Floor, x: int) -> None:
     with floors.image(floor.scratch, gigabytes=4) as image:
-        recorder.floor("copies at once", floor.star(image, x, MEGABYTES, 5).milliseconds, x=x)
+        recorder.floor("bare copies at once", floor.star(image, x, MEGABYTES, 5).milliseconds, x=x)
 
 
-def _compare(recorder: Recorder, name: str, x: int, cores: int, even: str) -> None:
-    one = recorder.values(name, x=1)
-    if not one:
-        return
-    alone = quantile(one, 0.5)
-    fair = [alone * max(1.0, x / cores)]
-    recorder.floor(f"{name.removeprefix(SANDBOXES + ': ')}: {even}", fair, x=x)
-    for value in recorder.values(name, x=x):
-        recorder.add(f"{name}, against one alone", value / alone, x=x)
+def _compare(recorder: Recorder, name: str, x: int) -> None:
+    alone = recorder.values(name, x=1)
+    for value in recorder.values(name, x=x) if alone else ():
+        recorder.add(f"{name}, against one alone", value / quantile(alone, 0.5), x=x)
 
 
 def _beside(recorder: Recorder, kind: str, x: int, rounds: int, patience: float) -> None:
@@ -132,8 +131,8 @@ def _beside(recorder: Recorder, kind: str, x: int, rounds: int, patience: float)
         for turn in range(rounds + 1):
             made, checkpointed, back = _round(boxes, puppets, pool, 2 * turn + 2)
             if turn:
-                recorder.add(f"{SANDBOXES}: {kind}, all checkpointed", checkpointed, x=x)
-                recorder.add(f"{SANDBOXES}: {kind}, all rolled back", back, x=x)
+                recorder.add(f"{SANDBOXES}: {kind}, {AT_ONCE[0]}", checkpointed, x=x)
+                recorder.add(f"{SANDBOXES}: {kind}, {AT_ONCE[1]}", back, x=x)
             for checkpoint in older:
                 checkpoint.delete()
             older = made
