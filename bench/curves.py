@@ -34,11 +34,11 @@ class Knob:
 
 
 KNOBS = {
-    "memory": Knob(memory, (10, 30, 100, 300, 1024, 2048, 4096), (10, 100, 512)),  # MB
-    "dirty": Knob(dirty_pages, (10, 100, 1000, 10_000, 100_000), (10, 1000, 10_000)),
-    "files": Knob(changed_files, (0, 5, 50, 500, 5000), (0, 50, 1000)),
-    "disk": Knob(bytes_on_disk, (0, 100, 1024, 10_240), (0, 512)),  # MB
-    "processes": Knob(processes, (1, 2, 4, 8, 16, 32, 64), (1, 8, 16)),
+    "memory": Knob(memory, (10, 30, 100, 300, 1024, 2048, 4096), (10, 256)),  # MB
+    "dirty": Knob(dirty_pages, (10, 100, 1000, 10_000, 100_000), (10, 10_000)),
+    "files": Knob(changed_files, (0, 5, 50, 500, 5000), (0, 500)),
+    "disk": Knob(bytes_on_disk, (0, 100, 1024, 10_240), (0, 256)),  # MB
+    "processes": Knob(processes, (1, 2, 4, 8, 16, 32, 64), (2, 8)),
     "descriptors": Knob(descriptors, (10, 30, 100, 300, 1000), (10, 100)),
     "sandboxes": Knob(sandboxes, (1, 2, 4, 8, 16, 32), (1, 4)),
 }

@@ -6,6 +6,7 @@ a report. It asks for them by part and name:
     {{ table("standard") }}                       all figures of a part that have no x
     {{ table("fanout", "memory") }}               those whose names begin so
     {{ curve("curves", "memory") }}               a picture and its points
+    {{ points("curves", "memory: pre-copy memory") }}   points that are in no picture
     {{ value("standard", "rollback, idle") }}     one median, in the middle of a sentence
     {{ missed() }}                                every goal missed, every point not measured
 
@@ -95,6 +96,21 @@ class Page:
         table = rows([*header, *(f"floor: {label}" for label in under)], body)
         return f"![{curve.title}]({picture})\n\n{table}"
 
+    def points(self, part: str, *names: str) -> str:
+        """A table over x of figures that are in no picture."""
+        report = self.reports.get(part)
+        found = [] if report is None else [f for f in report.figures if f.name in names]
+        if not found:
+            return NOT_RUN
+        units = {figure.name: figure.unit for figure in found}
+        cells = {(figure.name, figure.x): _cell(figure) for figure in found}
+        shown = [name for name in names if name in units]
+        body = [
+            [whole(x), *(cells.get((name, x), "") for name in shown)]
+            for x in sorted({figure.x for figure in found if figure.x is not None})
+        ]
+        return rows(["", *(f"{short(name)}, {units[name]}" for name in shown)], body)
+
     def value(self, part: str, name: str, x: float | None = None) -> str:
         report = self.reports.get(part)
         for figure in report.figures if report is not None else []:
@@ -178,7 +194,10 @@ def render(reports: list[Report], template: str) -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
-    asked = ("table", "curve", "value", "floor", "missed", "met", "notes", "machine", "minutes")
+    asked = (
+        *("table", "curve", "points", "value", "floor"),
+        *("missed", "met", "notes", "machine", "minutes"),
+    )
     return environment.from_string(template).render({name: getattr(page, name) for name in asked})
 
 

@@ -232,7 +232,8 @@ class Recorder:
         self._report.notes.append(text)
 
     def fail(self, name: str, error: BaseException | str, *, x: float | None = None) -> None:
-        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        named = isinstance(error, BaseException) and not isinstance(error, OutOfTime | Wrong)
+        text = f"{type(error).__name__}: {error}" if named else str(error)
         self._report.failures.append(Failure(name, x, text))
 
     def attempt(
@@ -241,21 +242,20 @@ class Recorder:
         """Measure a point, or several, with `body()`; whether that went well.
 
         If it fails, or takes longer than `limit` seconds, a failure is recorded and what it had
-        added stays. It is not begun when the part's time is over. How long it took goes to
+        added stays. It is not begun when the part's time is over, but may end after that. How long it took goes to
         standard error, so that who waits sees something.
         """
         began = time.monotonic()
-        left = self._ends - began
-        if left <= 0:
+        if began >= self._ends:
             self.fail(name, "not begun: the time of this part was over", x=x)
             return False
 
         def alarm(number: int, frame: FrameType | None) -> NoReturn:
-            raise OutOfTime(f"it took longer than {min(limit, left):.3g} s")
+            raise OutOfTime(f"it took longer than {limit:g} s")
 
         before = signal.signal(signal.SIGALRM, alarm)
         try:
-            signal.setitimer(signal.ITIMER_REAL, min(limit, left))
+            signal.setitimer(signal.ITIMER_REAL, limit)
             body()
         except Exception as error:
             self.fail(name, error, x=x)
