@@ -242,8 +242,8 @@ class Recorder:
         """Measure a point, or several, with `body()`; whether that went well.
 
         If it fails, or takes longer than `limit` seconds, a failure is recorded and what it had
-        added stays. It is not begun when the part's time is over, but may end after that. How long it took goes to
-        standard error, so that who waits sees something.
+        added stays. It is not begun when the part's time is over, but may end after that. How
+        long it took goes to standard error, so that who waits sees something.
         """
         began = time.monotonic()
         if began >= self._ends:
