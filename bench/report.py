@@ -232,7 +232,8 @@ class Recorder:
         self._report.notes.append(text)
 
     def fail(self, name: str, error: BaseException | str, *, x: float | None = None) -> None:
-        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        named = isinstance(error, BaseException) and not isinstance(error, OutOfTime | Wrong)
+        text = f"{type(error).__name__}: {error}" if named else str(error)
         self._report.failures.append(Failure(name, x, text))
 
     def attempt(
@@ -241,19 +242,20 @@ class Recorder:
         """Measure a point, or several, with `body()`; whether that went well.
 
         If it fails, or takes longer than `limit` seconds, a failure is recorded and what it had
-        added stays. It is not begun when the part's time is over.
+        added stays. It is not begun when the part's time is over, but may end after that. How
+        long it took goes to standard error, so that who waits sees something.
         """
-        left = self._ends - time.monotonic()
-        if left <= 0:
+        began = time.monotonic()
+        if began >= self._ends:
             self.fail(name, "not begun: the time of this part was over", x=x)
             return False
 
         def alarm(number: int, frame: FrameType | None) -> NoReturn:
-            raise OutOfTime(f"it took longer than {min(limit, left):.3g} s")
+            raise OutOfTime(f"it took longer than {limit:g} s")
 
         before = signal.signal(signal.SIGALRM, alarm)
         try:
-            signal.setitimer(signal.ITIMER_REAL, min(limit, left))
+            signal.setitimer(signal.ITIMER_REAL, limit)
             body()
         except Exception as error:
             self.fail(name, error, x=x)
@@ -261,10 +263,15 @@ class Recorder:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+            spent = time.monotonic() - began
+            click.echo(f"  {spent:6.1f} s  {name}{'' if x is None else f', {whole(x)}'}", err=True)
         return True
 
     def values(self, name: str, *, x: float | None = None) -> list[float]:
         return self._samples.get((name, x), [])
+
+    def floors(self, name: str, *, x: float | None = None) -> list[float]:
+        return self._floors.get(key(name, x), [])
 
     # -- the report --------------------------------------------------------------------------
 
@@ -373,10 +380,16 @@ def show(console: Console, report: Report) -> None:
         console.print(f"note: {note}")
 
 
+def wide_console() -> Console:
+    """A console; one that is no terminal is wide enough for our tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
 def finish(recorder: Recorder, output: Path | None) -> None:
     """Show what was measured, and write it if asked."""
     report = recorder.report()
-    console = Console()
+    console = wide_console()
     show(console, report)
     if output is not None:
         write_json(output, report)
