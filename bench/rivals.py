@@ -30,8 +30,6 @@ import report
 import standard
 from report import Recorder
 
-from deltabox import Sandbox
-
 ROUNDS = 30
 QUICK_ROUNDS = 5
 IDLE = 0.150
@@ -52,23 +50,22 @@ def expect(recorder: Recorder) -> None:
         recorder.expect(name, unit="times", goal=goal, at_least=True)
 
 
-def ours(bench: standard.Bench) -> dict[str, float]:
+def ours(tree: standard.Tree) -> dict[str, float]:
     """One standard step of DeltaBox, in milliseconds."""
-    bench.dirty()
-    expected = bench.state()
+    tree.dirty()
+    expected = tree.state()
     time.sleep(IDLE)
     began = time.perf_counter()
-    checkpoint = bench.sandbox.checkpoint()
+    checkpoint = tree.sandbox.checkpoint()
     saved = time.perf_counter() - began
-    bench.dirty()
+    tree.dirty()
     time.sleep(IDLE)
     began = time.perf_counter()
-    bench.sandbox.rollback(checkpoint)
+    tree.sandbox.rollback(checkpoint)
     back = time.perf_counter() - began
-    if bench.state() != expected:
+    if tree.state() != expected:
         raise report.Wrong("DeltaBox's rollback gave other contents back")
-    for old in bench.sandbox.checkpoints[: -standard.KEPT]:
-        old.delete()
+    standard.forget(tree.sandbox)
     return {
         "checkpoint call": saved * 1e3,
         "checkpoint pause": checkpoint.stats.pause_ms,
@@ -138,14 +135,14 @@ def pre_dump(recorder: Recorder, tree: criu.Tree) -> None:
 def measure(recorder: Recorder, rounds: int, cache: Path) -> None:
     expect(recorder)
     with ExitStack() as stack:
-        bench = standard.Bench(stack.enter_context(Sandbox.create()))
-        ours(bench)  # the first checkpoint is a full one, as CRIU's first start is
+        step = standard.Tree.start(stack.enter_context(standard.create()))
+        ours(step)  # the first checkpoint is a full one, as CRIU's first start is
         tree = start(recorder, cache)
         if tree is not None:
             stack.enter_context(tree)
             pre_dump(recorder, tree)
         for number in range(rounds):
-            us = ours(bench)
+            us = ours(step)
             for name, value in us.items():
                 recorder.add(name, value)
             if tree is None:
