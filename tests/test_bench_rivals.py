@@ -1,4 +1,4 @@
-"""The arithmetic of bench/rivals.py and bench/programs.py: intervals, records of CRIU, apt's list."""
+"""The arithmetic of bench/rivals.py and bench/programs.py: intervals, CRIU's records, apt's."""
 
 from __future__ import annotations
 
