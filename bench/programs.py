@@ -82,6 +82,9 @@ PROGRAMS = (
 
 
 class Side(Protocol):
+    def forget(self) -> None:
+        """Drop what earlier runs have left; before the warming up."""
+
     def ready(self) -> None:
         """The next run is measured."""
 
@@ -113,10 +116,12 @@ class Inside:
         )
         self.process: Process = sandbox.spawn(["python3", f"{DIRECTORY}/workloads.py", DIRECTORY])
 
-    def ready(self) -> None:
-        self.sandbox.checkpoint()
+    def forget(self) -> None:
         for old in self.sandbox.checkpoints[:-1]:
             old.delete()
+
+    def ready(self) -> None:
+        self.sandbox.checkpoint()
 
     def run(self, name: str, amount: int) -> tuple[float, str]:
         self.process.stdin.write(f"{name} {amount}\n")
@@ -140,8 +145,10 @@ class Outside:
         )
         stack.callback(self._end)
 
-    def ready(self) -> None:
+    def forget(self) -> None:
         """Nothing is to be done."""
+
+    ready = forget
 
     def run(self, name: str, amount: int) -> tuple[float, str]:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -251,6 +258,7 @@ def compare(recorder: Recorder, program: Program, *, quick: bool) -> None:
         for order in alternate(both, rounds):
             found = {}
             for name, side in order:
+                side.forget()
                 side.run("fresh", 0)
                 side.run(program.name, program.warm)
                 if program.writes:
@@ -290,6 +298,7 @@ def big_file(recorder: Recorder, rounds: int, mebibytes: int) -> None:
     with sides(also_plain=True) as three:
         for order in alternate(three, rounds):
             for name, side in order:
+                side.forget()
                 os.sync()
                 side.ready()
                 seconds, _ = side.run("sequential", mebibytes)

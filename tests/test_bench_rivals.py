@@ -153,6 +153,8 @@ def test_an_answer_of_a_program() -> None:
 
 def test_every_side_is_first_as_often() -> None:
     class Nothing:
+        def forget(self) -> None: ...
+
         def ready(self) -> None: ...
 
         def run(self, name: str, amount: int) -> tuple[float, str]:
