@@ -74,7 +74,7 @@ PROGRAMS = (
     Program("malloc", "churn", 1_000_000, 300_000, 300_000),
     Program("pytest", "suite", 12, 4, 1),
     Program("sqlite", "database", 1_500, 300, 20, writes=True),
-    Program("10,000 small files", "files", 10_000, 2_000, 200, writes=True),
+    Program("{amount:,} small files", "files", 10_000, 2_000, 200, writes=True),
 )
 
 
@@ -263,6 +263,7 @@ def settle() -> None:
 
 def compare(recorder: Recorder, program: Program, *, quick: bool) -> None:
     amount, rounds = (program.quick, QUICK_PAIRS) if quick else (program.amount, PAIRS)
+    title = program.title.format(amount=amount)
     took: dict[str, list[float]] = {"inside": [], "overlay": []}
     with sides() as both:
         for order in alternate(both, rounds):
@@ -277,8 +278,8 @@ def compare(recorder: Recorder, program: Program, *, quick: bool) -> None:
                 seconds, found[name] = side.run(program.name, amount)
                 took[name].append(seconds)
             if len(set(found.values())) != 1:
-                raise report.Wrong(f"{program.title} found {found}")
-    judge(recorder, program.title, took["inside"], took["overlay"])
+                raise report.Wrong(f"{title} found {found}")
+    judge(recorder, title, took["inside"], took["overlay"])
 
 
 def judge(recorder: Recorder, title: str, inside: list[float], overlay: list[float]) -> None:
@@ -328,8 +329,8 @@ def big_file(recorder: Recorder, rounds: int, mebibytes: int) -> None:
             for base in ("plain", "overlay"):
                 recorder.add(f"{what}, inside : {base}", seconds / found[base][at])
     recorder.note(
-        f"{title}: inside : plain is {interval.ratio(took['inside'], took['plain'])} for the program"
-        f" and {interval.ratio(settled['inside'], settled['plain'])} until the disk has it. fsync"
+        f"{title}: inside : plain is {interval.ratio(took['inside'], took['plain'])} for the"
+        f" program and {interval.ratio(settled['inside'], settled['plain'])} until the disk has it. fsync"
         " inside does not wait for the disk (the overlay is volatile); the bytes go through the"
         " page cache twice, into btrfs and then, by the loop device, into the host's file."
     )
@@ -370,7 +371,7 @@ def main(*, output: Path | None, quick: bool, budget: float | None, only: tuple[
     for program in PROGRAMS:
         if not only or program.name in only:
             body = partial(compare, recorder, program, quick=quick)
-            recorder.attempt(program.title, body, limit=240)
+            recorder.attempt(program.name, body, limit=240)
     if not only or "sequential" in only:
         rounds, size = (QUICK_BIG_ROUNDS, QUICK_BIG) if quick else (BIG_ROUNDS, BIG)
         recorder.note(f"plain is a directory of the host on {kind(state_directory().parent)}")
