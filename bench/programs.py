@@ -328,11 +328,12 @@ def big_file(recorder: Recorder, rounds: int, mebibytes: int) -> None:
             recorder.add(f"{what}, inside", seconds)
             for base in ("plain", "overlay"):
                 recorder.add(f"{what}, inside : {base}", seconds / found[base][at])
+    waited = interval.ratio(took["inside"], took["plain"])
+    written = interval.ratio(settled["inside"], settled["plain"])
     recorder.note(
-        f"{title}: inside : plain is {interval.ratio(took['inside'], took['plain'])} for the"
-        f" program and {interval.ratio(settled['inside'], settled['plain'])} until the disk has it. fsync"
-        " inside does not wait for the disk (the overlay is volatile); the bytes go through the"
-        " page cache twice, into btrfs and then, by the loop device, into the host's file."
+        f"{title}: inside : plain is {waited} for the program and {written} until the disk has it."
+        " fsync inside does not wait for the disk (the overlay is volatile); the bytes go through"
+        " the page cache twice, into btrfs and then, by the loop device, into the host's file."
     )
 
 
