@@ -42,7 +42,7 @@ $(READY): pyproject.toml setup.py tools/system-packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-$(CPART): $(READY) setup.py $(wildcard src/deltabox/deltacr/*.c src/deltabox/deltacr/*.h)
+$(CPART): $(READY) setup.py $(wildcard src/deltabox/*/*.c src/deltabox/*/*.h)
 	$(BIN)/python setup.py --quiet build_interpreter --inplace
 	@touch $@
 
@@ -51,5 +51,5 @@ $(CACHE): $(READY) src/deltabox/demo/library.py
 	@touch $@
 
 clean:
-	rm -rf build dist .cache bench/out src/*.egg-info $(CPART) src/deltabox/deltacr/_nat
+	rm -rf build dist .cache bench/out src/*.egg-info $(CPART) src/deltabox/deltacr/_nat src/deltabox/linux/_bulk
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

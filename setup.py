@@ -2,8 +2,9 @@
 
 They are no Python extensions. `deltacr/interpreter.c` is a static ELF file without libc, which
 the engine starts as template and as PID 1 of every sandbox; `deltacr/nat.c` is an ordinary
-program, which carries the packets of `network="nat"`. So we compile them with plain `cc` and ship
-the results as package data next to their sources. A wheel is therefore bound to a platform, but
+program, which carries the packets of `network="nat"`; `linux/bulk.c` is a library that ctypes
+loads. So we compile them with plain `cc` and ship the results as package data next to their
+sources. A wheel is therefore bound to a platform, but
 to no Python version (`py3-none-linux_x86_64`).
 
 `pip install .` puts the results into the wheel, `pip install -e .` and
@@ -23,7 +24,7 @@ from setuptools import Command, Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
-PACKAGE = Path("deltabox/deltacr")
+PACKAGE = Path("deltabox")
 SOURCES = Path("src") / PACKAGE
 
 FLAGS = ["-std=gnu11", "-O2", "-g0", "-Wall", "-Wextra", "-Werror"]
@@ -50,23 +51,24 @@ BARE = [
 
 HARDENED = ["-fPIE", "-pie", "-fstack-protector-strong", "-Wl,-z,relro,-z,now"]
 
-# program: (source, compiler flags, libraries)
-PROGRAMS: dict[str, tuple[str, list[str], list[str]]] = {
-    "_interpreter": ("interpreter.c", BARE, []),
-    "_nat": ("nat.c", HARDENED, ["-ldl"]),
+# program: (sources, compiler flags, libraries)
+PROGRAMS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "deltacr/_interpreter": (["deltacr/interpreter.c"], BARE, []),
+    "deltacr/_nat": (["deltacr/nat.c"], HARDENED, ["-ldl"]),
+    "linux/_bulk": (["linux/bulk.c", "linux/ask.c", "linux/stop.c"], ["-fPIC", "-shared"], []),
 }
 
 
 def compile_program(directory: Path, program: str) -> None:
     """Compile a program into `directory` with `$CC` (default `cc`); replaces it atomically."""
-    source, flags, libraries = PROGRAMS[program]
+    sources, flags, libraries = PROGRAMS[program]
     output = directory / program
     compiler = os.environ.get("CC", "cc").split()
     if shutil.which(compiler[0]) is None:
         sys.exit(f"deltabox needs a C compiler to build: {compiler[0]!r} is not installed")
     output.parent.mkdir(parents=True, exist_ok=True)
     fresh = output.with_name(f"{output.name}.{os.getpid()}")
-    command = [*compiler, *FLAGS, *flags, "-o", str(fresh), str(SOURCES / source), *libraries]
+    command = [*compiler, *FLAGS, *flags, "-o", str(fresh), *(str(SOURCES / s) for s in sources), *libraries]
     print(" ".join(command), flush=True)
     try:
         subprocess.run(command, check=True)
@@ -79,7 +81,7 @@ def compile_program(directory: Path, program: str) -> None:
 class BuildInterpreter(Command):
     """`build_interpreter`: a sub-command of `build`, after setuptools' SubCommand protocol."""
 
-    description = "compile deltacr/*.c"
+    description = "compile the parts in C"
     user_options: ClassVar[list[tuple[str, str | None, str]]] = [
         ("build-lib=", None, "directory to build into"),
         ("inplace", "i", "put the programs beside their sources"),
@@ -109,7 +111,7 @@ class BuildInterpreter(Command):
         return Path(self.build_lib) / PACKAGE
 
     def get_source_files(self) -> list[str]:
-        return sorted(str(p) for p in SOURCES.glob("*.[ch]"))
+        return sorted(str(p) for p in SOURCES.glob("*/*.[ch]"))
 
     def get_outputs(self) -> list[str]:
         return [str(self._directory() / program) for program in PROGRAMS]

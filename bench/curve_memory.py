@@ -16,6 +16,8 @@ from report import Recorder, meminfo
 from rounds import VARIANTS, Load, Point, timed
 from standard import create
 
+from deltabox import Sandbox
+
 DIRTY = 1000  # pages, on the curve over memory
 MEMORY = "memory"
 PAGES = "dirty pages"
@@ -73,24 +75,29 @@ def _memory(point: Point, *, standby: bool, repeat: int) -> None:
         f"dirt({min(DIRTY, pages)})",
         "checksum()",
     )
-    for turn in range(repeat):
+    for turn in range(repeat if standby else 1):
         with create(standby=standby) as sandbox:
             puppet = Puppet.start(sandbox)
             puppet.ask(load.setup or "")
-            before = meminfo("MemAvailable")
-            sandbox.run("true")
-            still = max(STILL_MB, int(point.x) // 100)
-            spent, settled = settle(still, limit=1.5 * point.patience)
-            checkpoint, call = timed(sandbox)
-            _, after = settle(still, limit=1.5 * point.patience)
             if standby:
-                point.record("pre-copy time", spent * 1e3)
-                point.record("pre-copy memory", (before - settled) / 1024)
-                point.record("first checkpoint pause", checkpoint.stats.pause_ms)
-                point.record("first checkpoint call", call)
-                point.record("memory after the first checkpoint", (before - after) / 1024)
-            if turn == repeat - 1:
+                _first(point, sandbox)
+            if turn == repeat - 1 or not standby:
                 point.measure(sandbox, puppet, load)
+
+
+def _first(point: Point, sandbox: Sandbox) -> None:
+    """The first checkpoint, after all that can be done before it has been done."""
+    still = max(STILL_MB, int(point.x) // 100)
+    before = meminfo("MemAvailable")
+    sandbox.run("true")
+    spent, settled = settle(still, limit=point.patience)
+    checkpoint, call = timed(sandbox)
+    _, after = settle(still, limit=3 * STILL)
+    point.record("pre-copy time", spent * 1e3)
+    point.record("pre-copy memory", (before - settled) / 1024)
+    point.record("first checkpoint pause", checkpoint.stats.pause_ms)
+    point.record("first checkpoint call", call)
+    point.record("memory after the first checkpoint", (before - after) / 1024)
 
 
 def settle(still_mb: int, *, limit: float) -> tuple[float, int]:

@@ -105,6 +105,10 @@ class Fan:
                 self.recorder.add(f"memory of a copy that has answered, of {count}", used)
 
 
+def _start(recorder: Recorder, opened: ExitStack) -> Fan:
+    return Fan(recorder, opened.enter_context(create()))
+
+
 def _floors(recorder: Recorder, program: floor.Floor, count: int, rounds: int) -> None:
     with floor.image(program.scratch, gigabytes=4) as image:
         star = program.star(image, count, MEGABYTES, rounds)
@@ -132,12 +136,15 @@ def main(*, output: Path | None, quick: bool, budget: float | None, rounds: int 
     turns = rounds or (5 if quick else 30)
     patience = 4.0 if quick else 40.0
     recorder = Recorder("fanout", what=__doc__, budget=budget, quick=quick)
-    with floor.built() as program, create() as sandbox:
-        fan = Fan(recorder, sandbox)
+    with floor.built() as program, ExitStack() as opened:
+        fans: list[Fan] = []
         for count, goal in COUNTS.items():
             _expectations(recorder, count, goal)
             body = partial(_floors, recorder, program, count, 3 if quick else 10)
             recorder.attempt(floor_of(count), body)
+        start = partial(_start, recorder, opened)
+        recorder.attempt("the tree", lambda: fans.append(start()))
+        for fan, count in ((fan, count) for fan in fans for count in COUNTS):
             times = partial(fan.times, count, turns, patience)
             recorder.attempt(answers(count), times, limit=30 + 3 * patience)
             memory = partial(fan.memory, count, 1 if quick else MEMORY_ROUNDS)

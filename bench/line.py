@@ -16,6 +16,7 @@ mean in numbers (0.5 ms; a factor of 1.5) is this file's choice.
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -126,6 +127,29 @@ def _expectations(recorder: Recorder) -> None:
     recorder.expect(f"{LINE}: disk of a checkpoint", unit="MB")
 
 
+def _start(recorder: Recorder, opened: ExitStack) -> Line:
+    return Line(recorder, opened.enter_context(create()))
+
+
+def _measure(recorder: Recorder, line: Line, steps: int, *, rounds: int) -> None:
+    before, disk = meminfo("MemAvailable"), images_mb()
+    recorder.attempt("the line", partial(line.grow, steps), limit=60 + 1.0 * steps)
+    taken = len(line.checkpoints)
+    if taken >= 2 * BIN:
+        line.tell()
+        memory = (before - meminfo("MemAvailable")) / 1024
+        recorder.add(f"{LINE}: memory of a checkpoint", memory / taken)
+        recorder.add(f"{LINE}: disk of a checkpoint", (images_mb() - disk) / taken)
+    medians = []
+    for depth in [depth for depth in DEPTHS if depth < taken]:
+        x = float(depth)
+        if recorder.attempt("going back", partial(line.go_back, depth, rounds), x=x):
+            medians.append(quantile(recorder.values(f"{LINE}: rollback", x=x), 0.5))
+    if medians:
+        against = f"{LINE}: slowest depth against the fastest"
+        recorder.add(against, max(medians) / min(medians))
+
+
 @click.command()
 @options
 @click.option("--length", type=click.IntRange(min=2 * BIN), help="Default 500, quick 50.")
@@ -135,24 +159,12 @@ def main(*, output: Path | None, quick: bool, budget: float | None, length: int 
     recorder = Recorder("line", what=__doc__, budget=budget, quick=quick)
     _expectations(recorder)
     recorder.attempt("the floors", partial(_floors, recorder, steps))
-    with create() as sandbox:
-        line = Line(recorder, sandbox)
-        before, disk = meminfo("MemAvailable"), images_mb()
-        recorder.attempt("the line", partial(line.grow, steps), limit=60 + 1.0 * steps)
-        if len(line.checkpoints) >= 2 * BIN:
-            line.tell()
-            taken = len(line.checkpoints)
-            memory = (before - meminfo("MemAvailable")) / 1024
-            recorder.add(f"{LINE}: memory of a checkpoint", memory / taken)
-            recorder.add(f"{LINE}: disk of a checkpoint", (images_mb() - disk) / taken)
-        medians = []
-        for depth in [depth for depth in DEPTHS if depth < len(line.checkpoints)]:
-            body = partial(line.go_back, depth, QUICK_ROUNDS if quick else ROUNDS)
-            if recorder.attempt("going back", body, x=float(depth)):
-                medians.append(quantile(recorder.values(f"{LINE}: rollback", x=depth), 0.5))
-        if medians:
-            against = f"{LINE}: slowest depth against the fastest"
-            recorder.add(against, max(medians) / min(medians))
+    with ExitStack() as opened:
+        lines: list[Line] = []
+        start = partial(_start, recorder, opened)
+        recorder.attempt("the sandbox", lambda: lines.append(start()))
+        for line in lines:
+            _measure(recorder, line, steps, rounds=QUICK_ROUNDS if quick else ROUNDS)
     finish(recorder, output)
 
 

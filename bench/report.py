@@ -27,6 +27,7 @@ import os
 import platform
 import signal
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -165,6 +166,13 @@ class OutOfTime(Exception):
     """A point has taken longer than it may."""
 
 
+def _where(frame: FrameType | None) -> str:
+    """The line of the benchmark that was waiting."""
+    here = str(Path(__file__).parent)
+    lines = [line for line in traceback.extract_stack(frame) if line.filename.startswith(here)]
+    return f"at {Path(lines[-1].filename).name}: {lines[-1].line}" if lines else "elsewhere"
+
+
 class Wrong(Exception):
     """What came back is not what had been saved."""
 
@@ -251,7 +259,7 @@ class Recorder:
             return False
 
         def alarm(number: int, frame: FrameType | None) -> NoReturn:
-            raise OutOfTime(f"it took longer than {limit:g} s")
+            raise OutOfTime(f"it took longer than {limit:g} s, {_where(frame)}")
 
         before = signal.signal(signal.SIGALRM, alarm)
         try:

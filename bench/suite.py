@@ -47,9 +47,9 @@ class Part:
 
 PARTS = (
     Part("standard", 240, 15),
-    Part("curves", 780, 75),
+    Part("curves", 780, 70),
     Part("line", 270, 15),
-    Part("fanout", 210, 20),
+    Part("fanout", 210, 25),
     Part("rivals", 180, 20),
     Part("programs", 300, 20),
     Part("generations", 30, 5),

@@ -109,7 +109,9 @@ def _smaps(text: str) -> list[str]:
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             where = line.split()[0]
         elif line.startswith("VmFlags:") and not _ours(where):
-            out.append(where + " " + " ".join(f for f in line.split()[1:] if f != "sd"))
+            # sd: soft-dirty; uw: the engine watches its writes (deltacr/space.py)
+            flags = [f for f in line.split()[1:] if f not in ("sd", "uw")]
+            out.append(where + " " + " ".join(flags))
     return out
 
 

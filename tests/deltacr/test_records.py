@@ -57,13 +57,14 @@ def test_a_program_holds_no_address_of_its_own() -> None:
     program.root.clone(program.clone_args(flags=0, stack=program.stack(), pid=7), child)
     child.call(60, 0)
     sealed = program.seal()
-    first, low, size = sealed.place(1)
-    other, high, _ = sealed.place(9)
+    low, size, first = sealed.place(1)
+    high, _, other = sealed.place(9)
     assert high - low == 8 * records.SLOT
-    assert len(first) == len(other) <= size
-    differing = {i // 8 for i in range(len(first)) if first[i] != other[i]}
-    slots = {(records.VARIABLES_OFFSET + 8 * v) // 8 for v in sealed.slot_variables}
+    assert len(sealed.content) <= size
+    differing = {at for at, _ in set(first) ^ set(other)}
+    slots = {records.VARIABLES_OFFSET + 8 * v for v in sealed.slot_variables}
     assert differing <= slots
+    assert {at for at, _ in first} == slots | {records.BUDGET_OFFSET}
     assert sealed.records == 2
     assert sealed.content[sealed.entry :][2] & MAY_FAIL == 0
 

@@ -1,7 +1,7 @@
 """What a PID 1 asks the keeper to make while it builds a tree: message queues.
 
 It writes to its socket of requests and waits for the answer; who it is the kernel says (unix(7),
-SCM_CREDENTIALS).  Its program may fail before it asks; then the door answers instead.
+SCM_CREDENTIALS).  Its program may fail before it asks; then that is its answer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ _PATIENCE = 10.0  # seconds, as for an answer
 class Asked:
     """One restore's questions. Made before its program is sent."""
 
-    def __init__(
-        self, requests: socket.socket, door: Peer, owner: int, capture: Capture | None
-    ) -> None:
-        self._requests = requests
-        self._door = door
+    def __init__(self, peer: Peer, owner: int, capture: Capture) -> None:
+        self._peer = peer
+        self._requests = requests = peer.sock
         self._owner = owner
-        self._queues = mqueues.Queues() if capture is None else capture.queues
+        self._queues = capture.queues
         if self._queues.linked:
             requests.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
@@ -37,13 +35,12 @@ class Asked:
         if not self._queues.linked:
             return
         poller = select.poll()
-        for sock in (self._requests, self._door.sock):
-            poller.register(sock, select.POLLIN)
-        ready = [fd for fd, _ in poller.poll(_PATIENCE * 1000)]
-        if self._requests.fileno() not in ready:
-            return  # the door's answer says why
+        poller.register(self._requests, select.POLLIN)
+        if not poller.poll(_PATIENCE * 1000):
+            return  # whoever waits for the answer finds that there is none
         _, control, _, _ = self._requests.recvmsg(8, socket.CMSG_SPACE(_CREDENTIALS.size))
         self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+        run.check()
         pid = next(
             _CREDENTIALS.unpack(data)[0]
             for level, kind, data in control
@@ -55,6 +52,6 @@ class Asked:
             run.give_up()
             self._requests.send(bytes(8))
             with contextlib.suppress(ProgramFailed):
-                self._door.answer(run)
+                self._peer.answer(run)
             raise
         self._requests.send(bytes(8))

@@ -1,9 +1,10 @@
 """PID 1 and its world: the records that make namespaces, mounts and a network for a tree.
 
-The same prologue serves a fresh sandbox and a restored one.  It is run by the *door* of a
-template, a task that shares the template's memory but has moved into the sandbox tree's user
-namespace, so that every namespace it makes is owned by that.  PID 1 shares the template's memory
-too (CLONE_VM): no second copy of the page tables is made for it.
+The same program serves a fresh sandbox and one that is to be restored, and for those it may run
+long before: at its end PID 1 only waits for requests, of which a restore is one.  It is run by the
+*door* of a template, a task that shares the template's memory but has moved into the sandbox tree's
+user namespace, so that every namespace it makes is owned by that.  PID 1 shares the template's
+memory too (CLONE_VM): no second copy of the page tables is made for it.
 
 Order matters (user_namespaces(7), pid_namespaces(7)): user namespace first, by the door; then all
 others in one clone3; then mounts, with the overlay made by the keeper and only moved into place.
@@ -11,12 +12,14 @@ others in one clone3; then mounts, with the overlay made by the keeper and only 
 
 from __future__ import annotations
 
+import functools
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..linux import namespace as ns
 from ..linux import numbers as nr
-from .records import Program, Ref, Sequence, Var
+from .records import Program, Ref, Sealed, Sequence, Var
 
 SIGCHLD = 17
 _MADV_DOFORK = 11
@@ -66,6 +69,7 @@ CAPABILITIES = {
 }
 
 
+@functools.cache
 def last_capability() -> int:
     with open("/proc/sys/kernel/cap_last_cap") as file:
         return int(file.read())
@@ -208,6 +212,9 @@ def first_process(program: Program, body: Sequence, world: World) -> Var:
 
 
 FIRST_INPUTS = ("cgroup", "root", "network", "requests", "reports")
+# PID 1's own descriptors, for the rest of its life
+REQUESTS, REPORTS, SIGNALS = 3, 4, 5
+OWN = SIGNALS + 1
 
 
 def settle(program: Program, do: Sequence, world: World) -> None:
@@ -260,29 +267,55 @@ def settle(program: Program, do: Sequence, world: World) -> None:
             do.call(nr.PRCTL, PR_CAPBSET_DROP, capability)
 
 
-def answer_ready(program: Program, do: Sequence) -> Var:
-    """Prepare PID 1's life and tell the keeper, as if a request had been answered.
+@dataclass(frozen=True)
+class First:
+    """The program that makes a PID 1 and its world."""
 
-    From here on nothing must fail: the keeper lets go of the old tree. The signalfd is returned.
-    """
+    sealed: Sealed
+    pid: Var  # will hold its host pid
+
+
+def first(world: World, furnish: Callable[[Program, Sequence], None] | None = None) -> First:
+    """The whole of it. `furnish` adds what PID 1 shall have open besides, from OWN upwards."""
+    program = Program(*FIRST_INPUTS)
+    init = program.sequence("PID 1")
+    pid = first_process(program, init, world)
+    settle(program, init, world)
     signals = program.variable()
     chosen = program.data(struct.pack("<Q", 1 << (SIGCHLD - 1)))
-    do.call(nr.SIGNALFD4, -1, chosen, 8, 0o2000000 | 0o4000, save=signals)
-    for name in ("cgroup", "root", "network"):
-        do.call(nr.CLOSE, program.inputs[name])
-    do.call(nr.CLOSE, program.memory)
-    do.call(nr.CLOSE, 3)  # the door's socket
+    init.call(nr.SIGNALFD4, -1, chosen, 8, 0o2000000 | 0o4000, save=signals, what="signalfd")
+    own = (program.inputs["requests"], program.inputs["reports"], signals)
+    # by way of numbers that nothing has: what comes in may lie on those that are wanted
+    for index, fd in enumerate(own):
+        init.call(nr.DUP3, fd, _ASIDE + index, _O_CLOEXEC, what="put aside")
+    init.call(nr.CLOSE_RANGE, 0, _ASIDE - 1, 0)
+    for index, number in enumerate((REQUESTS, REPORTS, SIGNALS)):
+        init.call(nr.DUP3, _ASIDE + index, number, _O_CLOEXEC, what="own descriptor")
+    init.call(nr.CLOSE_RANGE, OWN, (1 << 32) - 1, 0)
+    if furnish is not None:
+        furnish(program, init)
+    answer(program, init)
+    serve_for_ever(init)
+    return First(program.seal(), pid)
+
+
+def answer(program: Program, do: Sequence) -> None:
+    """PID 1 tells the keeper that it has come this far, as if a request had been answered.
+
+    From here on nothing in this sequence must fail.
+    """
     do.late = True
-    do.call(nr.WRITE, program.inputs["requests"], program.data(bytes(8)), 8)
-    return signals
+    do.call(nr.WRITE, REQUESTS, program.data(bytes(8)), 8)
 
 
-def serve_for_ever(program: Program, do: Sequence, signals: Var) -> None:
+def serve_for_ever(do: Sequence) -> None:
     """PID 1's life: spawn, reap and report."""
-    do.serve(program.inputs["requests"], signals, program.inputs["reports"])
+    do.serve(REQUESTS, SIGNALS, REPORTS)
 
 
 _STACK = 0x8000
+_ASIDE = 250
+_O_CLOEXEC = 0o2000000
 
 
 def _stack(index: int) -> int:

@@ -11,18 +11,20 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from dataclasses import replace
 
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
-from ..linux import pidfd, proc, ptrace
-from ..linux.futex import get_robust_list
+from ..linux import pidfd, proc, userfaultfd
 from . import memory
 from .descriptors import DescriptorTable
 from .freeze import Frozen, in_interpreter
-from .inject import Injection
+from .inject import DATA, Injection
 from .interrupted import UnknownCall, Waits
 from .live import Live
+from .look import CommonLook, Look, ThreadLook
+from .memories import Memories, refusing
 from .model import (
     Capture,
     External,
@@ -47,6 +49,7 @@ from .objects import (
 )
 from .objects.ghosts import Attic, Ghosts
 from .objects.sockets import Network
+from .stash import Changes
 from .subject import Refuse, Refused
 
 _PR_GET_SECUREBITS, _PR_GET_TID_ADDRESS = 27, 40
@@ -54,7 +57,24 @@ _PR_GET_SECUREBITS, _PR_GET_TID_ADDRESS = 27, 40
 _SET_LAST = (
     *("registers", "xstate", "sigmask", "altstack", "rseq", "memory", "seccomp", "blocked"),
 )
-_NAMESPACES = ("mnt", "pid", "net", "ipc", "uts", "user", "cgroup", "time")
+
+# Calls for injection, in the order of their answers; buffers are offsets from DATA.
+_ITIMERS_AT = signals.SIGNALS * signals.SIGACTION_SIZE
+_TIMERS_AT = _ITIMERS_AT + 3 * timers.ITIMER_SIZE
+_CARRIED_AT = 4096 - attributes.PROCESS_AREA
+_PROCESS_CALLS = (
+    *signals.capture_calls(DATA),
+    *timers.capture_calls(DATA + _ITIMERS_AT),
+    (nr.BRK, 0),
+    *attributes.process_calls(DATA + _CARRIED_AT),
+)
+_BRK_RESULT = signals.SIGNALS + len(timers.ITIMERS)
+_THREAD_CALLS = (
+    (nr.SIGALTSTACK, 0, DATA),
+    (nr.PRCTL, _PR_GET_TID_ADDRESS, DATA + 32),
+    (nr.PRCTL, _PR_GET_SECUREBITS),
+    *attributes.thread_calls(DATA + 64),
+)
 
 _Asked = tuple[
     tuple[bytes, ...],
@@ -77,16 +97,19 @@ def capture(
     born: float,
     attic: Attic,
     on_external: str,
-) -> tuple[Capture, list[int]]:
-    """Everything but the pages themselves, and files with shared memory. Raises UnsupportedState.
+    beside: Executor,
+) -> tuple[Capture, list[int], dict[int, Changes]]:
+    """Everything but the pages, files with shared memory, and which pages may have changed.
+
+    Raises UnsupportedState.
 
     `base` is a descriptor of the base's root (-1: none); `born` the time.time() of the tree's
     first moment, before which every inode change belongs to the base; `on_external` says what
-    becomes of connections to the outside.
+    becomes of connections to the outside; `beside` has a thread for what can be done meanwhile.
     """
     capturing = _Capturing(live, frozen, owner, externals, waits, base, born, attic, on_external)
     try:
-        return capturing.whole(), capturing.table.shared.copies
+        return capturing.whole(beside), capturing.table.shared.copies, capturing.changes
     except BaseException:
         capturing.table.shared.close()
         raise
@@ -109,16 +132,23 @@ class _Capturing:
         self.frozen = frozen
         self.owner = owner
         self.waits = waits
-        self.filters = seccomp.ours(live.init)
+        self.changes: dict[int, Changes] = {}  # by pid inside
         self.ghosts = Ghosts(live.root, owner, attic, born)
         self.names = Names(live.root, base, born, self.ghosts)
         network = Network(live.init, on_external)
         self.table = DescriptorTable(live, owner, externals, self.ghosts, network)
-        self.namespaces = {
-            name: os.stat(f"/proc/{live.init}/ns/{name}").st_ino for name in _NAMESPACES
-        }
+        self.common = CommonLook(live.init)
+        self.filters = self.common.filters
+        self.looks: dict[int, Look] = {}
+        self.memories: Memories
 
-    def whole(self) -> Capture:
+    def whole(self, beside: Executor) -> Capture:
+        inside = proc.inside_pids([self.live.init, *self.frozen.threads])
+        stopped = {host: inside[host] for host in self.frozen.threads}
+        with Memories(self.live, stopped, self.names, beside) as self.memories:
+            return self._whole(inside)
+
+    def _whole(self, inside: dict[int, int]) -> Capture:
         self._check_world()
         try:
             self.table.queues.look()
@@ -126,7 +156,6 @@ class _Capturing:
             raise UnsupportedState(
                 f"the sandbox holds {refused}", pid=1, process="init", object="message queue"
             ) from None
-        inside = proc.inside_pids([self.live.init, *self.frozen.threads])
         self.table.inside.update(inside)
         try:
             found = [self._process(pid, inside) for pid in self.frozen.threads]
@@ -182,48 +211,30 @@ class _Capturing:
     # -- one process ----------------------------------------------------------------------------
 
     def _process(self, host: int, inside: dict[int, int]) -> Process:
-        stat = proc.stat(host)
-        status = proc.status(host)
         pid = inside[host]
-
-        def refuse(what: str, kind: str) -> UnsupportedState:
-            return UnsupportedState(
-                f"pid {pid} ({stat.comm}) {what}", pid=pid, process=stat.comm, object=kind
-            )
-
         tids = self.frozen.threads[host]
-        if host not in tids:
-            raise refuse("has ended its main thread while others run on", "thread")
         tids = [host, *(t for t in tids if t != host)]
-        self._check_process(host, tids, status, refuse)
-
-        mappings, vdso, gap = memory.mappings(host, refuse)
-        mappings = self.names.mapped(host, mappings, refuse)
-        mappings = [self._shared(host, m, refuse) for m in mappings]
-        mappings = [
-            replace(m, of_base=True)
-            if m.pages and m.kind == "file" and self.names.is_pristine(m)
-            else m
-            for m in mappings
-        ]
-        descriptors = self.table.of_process(host, refuse)
-        ignores_trap = bool(int(status["SigIgn"], 16) >> 4 & 1)
-        memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
+        look = self.looks[host] = Look(tids)
+        refuse = refusing(host, pid)
+        if host not in self.frozen.threads[host]:
+            raise refuse("has ended its main thread while others run on", "thread")
+        self._check_process(host, tids, look, refuse)
+        descriptors = self.table.of_process(host, look, refuse)
+        actions, itimers, posix, brk, carried, answers, lock_future, memory_fd = self._ask(
+            host, look, tids, refuse
+        )
         try:
-            with Injection(
-                leader=host, memory=memory_fd, gap=gap, vdso=vdso, ignores_trap=ignores_trap
-            ) as injection:
-                mine = self._ask_process(host, injection, int(status["Umask"], 8), refuse)
-                answers = {tid: self._ask_thread(tid, injection) for tid in tids}
-                lock_future = locked.future(host, status.get("VmLck", ""), gap)
-            actions, itimers, posix, brk, carried = mine
-            pending = tuple(ptrace.pending(host, shared=True))
-            partial = Process(pid, host, 0, 0, 0, 0, b"", sigactions=actions, pending=pending)
+            partial = Process(
+                pid, host, 0, 0, 0, 0, b"", sigactions=actions, pending=look.pending()
+            )
             threads = tuple(
-                self._thread(host, tid, answers[tid], partial, memory_fd, refuse) for tid in tids
+                self._thread(tid, look.thread(tid), answers[tid], partial, memory_fd, refuse)
+                for tid in tids
             )
         finally:
             os.close(memory_fd)
+        mappings = self._mappings(host, refuse)
+        self.changes[pid] = self.memories.changes(host)
         waiting = self._still_to_resume(pid, threads)
         if waiting is not None:
             then = {t.tid: t for t in waiting.threads}
@@ -234,37 +245,28 @@ class _Capturing:
             itimers = waiting.itimers
         seccomp.check(threads, signals.handled(actions), refuse)
         by_host = {t.host_tid: t.tid for t in threads}
+        stat, status = look.stat, look.status
+        group = int(status["NSpgid"].split()[-1])
         self.table.inside |= by_host
-        self.table.inside[stat.pgrp] = int(status["NSpgid"].split()[-1])
-        posix = [
-            PosixTimer(
-                t.identifier,
-                t.clock,
-                t.signal,
-                t.notify,
-                t.value,
-                by_host.get(t.tid, 0) if t.notify & 4 else 0,
-                t.setting,
-            )
-            for t in posix
-        ]
+        self.table.inside[stat.pgrp] = group
+        posix = [replace(t, tid=by_host.get(t.tid, 0) if t.notify & 4 else 0) for t in posix]
         if waiting is not None:
             settings = {t.identifier: t.setting for t in waiting.timers}
             posix = [replace(t, setting=settings[t.identifier]) for t in posix]
-        cwd, cwd_ghost = self.names.directory(host, "cwd", refuse)
-        stop = max(self.frozen.stops[t] for t in tids)
+        cwd, cwd_ghost = self.names.directory(host, "cwd", look, refuse)
+        stopped = max(self.frozen.stops[t] for t in tids)
         return Process(
             pid=pid,
             host_pid=host,
             ppid=inside.get(stat.ppid, 0),
-            pgid=int(status["NSpgid"].split()[-1]),
+            pgid=group,
             sid=int(status["NSsid"].split()[-1]),
             exit_signal=stat.exit_signal,
             comm=os.fsencode(stat.comm),
-            stopped=stop,
-            stop_reported=bool(stop) and stat.exit_code == 0,
+            stopped=stopped,
+            stop_reported=bool(stopped) and stat.exit_code == 0,
             threads=threads,
-            mappings=tuple(mappings),
+            mappings=mappings,
             layout=MemoryLayout(
                 stat.start_code,
                 stat.end_code,
@@ -277,21 +279,80 @@ class _Capturing:
                 stat.arg_end,
                 stat.env_start,
                 stat.env_end,
-                proc.read(f"/proc/{host}/auxv"),
-                *self.names.executable(host, refuse),
+                look.answers["auxv"],
+                *self.names.executable(host, look, refuse),
             ),
             descriptors=descriptors,
             cwd=cwd,
             cwd_ghost=cwd_ghost,
-            root=self.names.root_of(host, refuse),
+            root=self.names.root_of(host, look, refuse),
             sigactions=actions,
-            pending=pending,
+            pending=partial.pending,
             itimers=itimers,
             timers=tuple(posix),
             attributes=carried,
             lock_future=lock_future,
             tty=terminals.controlling(stat.tty),
         )
+
+    def _mappings(self, host: int, refuse: Refuse) -> tuple[Vma, ...]:
+        """With pages, checked names and objects; as they were found before if nothing changed."""
+        seen = self.memories.of(host)
+        if seen.found is not None:
+            return seen.found
+        mappings = memory.with_pages(seen.known.bare, seen.present)
+        mappings = self.names.mapped(host, mappings, refuse)
+        mappings = [self._shared(host, m, refuse) for m in mappings]
+        found = tuple(
+            replace(m, of_base=True)
+            if m.pages and m.kind == "file" and self.names.is_pristine(m)
+            else m
+            for m in mappings
+        )
+        if all(m.memory < 0 and m.ghost < 0 and self.names.is_settled(m) for m in found):
+            self.memories.space(host).learn(seen.present, seen.names, found)
+        return found
+
+    def _ask(
+        self,
+        host: int,
+        look: Look,
+        tids: list[int],
+        refuse: Refuse,
+    ) -> tuple[
+        tuple[bytes, ...],
+        tuple[bytes, ...],
+        list[PosixTimer],
+        int,
+        attributes.ProcessAttributes,
+        dict[int, _Answers],
+        int,
+        int,
+    ]:
+        """What only the process can tell; and its memory, opened."""
+        ignores_trap = bool(int(look.status["SigIgn"], 16) >> 4 & 1)
+        known = self.memories.map(host)
+        space = self.memories.space(host)
+        memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with Injection(
+                leader=host,
+                memory=memory_fd,
+                gap=known.gap,
+                vdso=known.vdso,
+                ignores_trap=ignores_trap,
+            ) as injection:
+                mine = self._ask_process(host, look, injection, refuse)
+                answers = {tid: self._ask_thread(tid, injection) for tid in tids}
+                lock_future = locked.future(host, look.status.get("VmLck"), known.gap)
+                if not space.watched and userfaultfd.supported():
+                    seen = self.memories.of(host)  # not before: our page is not one of its own
+                    space.watch(injection)
+                    self.memories.look_for_writes(host, seen)
+        except BaseException:
+            os.close(memory_fd)
+            raise
+        return *mine, answers, lock_future, memory_fd
 
     def _shared(self, host: int, mapping: Vma, refuse: Refuse) -> Vma:
         if mapping.kind != "memory":
@@ -311,20 +372,10 @@ class _Capturing:
             return None
         return self.live.origin.by_pid[pid]
 
-    def _check_process(
-        self,
-        host: int,
-        tids: list[int],
-        status: dict[str, str],
-        refuse: Refuse,
-    ) -> None:
-        for name, expected in self.namespaces.items():
-            if os.stat(f"/proc/{host}/ns/{name}").st_ino != expected:
-                raise refuse(f"has a {name} namespace of its own", f"{name} namespace")
-        attributes.check_before_asking(host, tids, self.namespaces, refuse)
+    def _check_process(self, host: int, tids: list[int], look: Look, refuse: Refuse) -> None:
+        attributes.check_before_asking(host, tids, look, self.common.namespaces, refuse)
         for tid in tids:
-            task = status if tid == host else proc.status(host, tid)
-            if seccomp.is_under(task, self.filters):
+            if seccomp.is_under(look.thread(tid).status, self.filters):
                 seccomp.suspend(tid)
             if tid != host:
                 for kind, what in (
@@ -334,73 +385,45 @@ class _Capturing:
                     if pidfd.kcmp(host, tid, kind):
                         raise refuse(f"has a thread with a {what} of its own", "thread")
 
-    def _ask_process(
-        self,
-        host: int,
-        injection: Injection,
-        umask: int,
-        refuse: Refuse,
-    ) -> _Asked:
-        data = injection.data
-        itimer_at = signals.SIGNALS * signals.SIGACTION_SIZE
-        timer_at = itimer_at + 3 * timers.ITIMER_SIZE
-        carried_at = 4096 - attributes.PROCESS_AREA
+    def _ask_process(self, host: int, look: Look, injection: Injection, refuse: Refuse) -> _Asked:
         try:
-            posix = timers.listed(host)
+            posix = timers.listed(look.answers["timers"])
         except timers.Refused as refused:
             raise refuse(f"has {refused}", "timer") from None
-        if len(posix) > (carried_at - timer_at) // timers.ITIMERSPEC_SIZE:
+        if len(posix) > (_CARRIED_AT - _TIMERS_AT) // timers.ITIMERSPEC_SIZE:
             raise refuse(f"has {len(posix)} POSIX timers", "timer")
-        calls = signals.capture_calls(data)
-        calls += timers.capture_calls(data + itimer_at)
-        calls += timers.setting_calls(posix, data + timer_at)
-        first = len(calls)
-        calls += [(nr.BRK, 0), *attributes.process_calls(data + carried_at)]
+        calls = _PROCESS_CALLS
+        if posix:
+            calls = (*calls, *timers.setting_calls(posix, DATA + _TIMERS_AT))
         results = injection.run(host, calls)
         buffer = injection.read(0, 4096)
+        size = timers.ITIMERSPEC_SIZE
         settled = [
-            PosixTimer(
-                t.identifier,
-                t.clock,
-                t.signal,
-                t.notify,
-                t.value,
-                t.tid,
-                buffer[timer_at + i * 32 : timer_at + i * 32 + 32],
-            )
+            replace(t, setting=buffer[_TIMERS_AT + i * size : _TIMERS_AT + (i + 1) * size])
             for i, t in enumerate(posix)
         ]
         carried = attributes.process(
             host,
-            self.live.init,
+            look,
+            self.common,
             self.owner,
-            umask,
-            results[first + 1 :],
-            buffer[carried_at:],
+            results[_BRK_RESULT + 1 : len(_PROCESS_CALLS)],
+            buffer[_CARRIED_AT:],
             refuse,
         )
         return (
             signals.parse(buffer),
-            timers.parse(buffer[itimer_at:timer_at]),
+            timers.parse(buffer[_ITIMERS_AT:_TIMERS_AT]),
             settled,
-            results[first],
+            results[_BRK_RESULT],
             carried,
         )
 
     def _ask_thread(self, tid: int, injection: Injection) -> _Answers:
-        data = injection.data
-        results = injection.run(
-            tid,
-            [
-                (nr.SIGALTSTACK, 0, data),
-                (nr.PRCTL, _PR_GET_TID_ADDRESS, data + 32),
-                (nr.PRCTL, _PR_GET_SECUREBITS),
-                *attributes.thread_calls(data + 64),
-            ],
-        )
+        results = injection.run(tid, _THREAD_CALLS)
         undo = attributes.put_back_calls(results[3:])
         if undo:
-            injection.run(tid, undo)
+            injection.run(tid, tuple(undo))
         buffer = injection.read(0, 64 + attributes.THREAD_AREA)
         address = struct.unpack_from("<Q", buffer, 32)[0]
         asked = attributes.asked(results[3:], buffer[64:])
@@ -408,22 +431,21 @@ class _Capturing:
 
     def _thread(
         self,
-        host: int,
         tid: int,
+        look: ThreadLook,
         answers: _Answers,
         process: Process,
         memory_fd: int,
         refuse: Refuse,
     ) -> Thread:
         altstack, clear_tid, securebits, asked = answers
-        status = proc.status(host, tid)
-        stat = proc.stat(host, tid)
-        carried = attributes.thread(host, tid, self.live.init, stat, asked, refuse)
-        registers = ptrace.get_registers(tid)
+        status = look.status
+        carried = attributes.thread(look, self.common, asked, refuse)
+        registers = look.registers()
         if registers.cs != 0x33:
             raise refuse("runs 32-bit code", "registers")
-        mask = ptrace.get_sigmask(tid)
-        pending = tuple(ptrace.pending(tid, shared=False))
+        mask = look.sigmask
+        pending = look.pending()
         try:
             fixed, extra = self.waits.restored(
                 tid,
@@ -437,7 +459,7 @@ class _Capturing:
                 "is in a call that was restarted before it could be identified", "system call"
             ) from None
         blocked = registers if fixed.rip != registers.rip else None
-        rseq = ptrace.get_rseq(tid)
+        rseq = look.rseq
         if rseq.address:
             abort = _rseq_abort(memory_fd, rseq.address, fixed.rip)
             if abort:
@@ -450,12 +472,12 @@ class _Capturing:
             tid=int(status["NSpid"].split()[-1]),
             host_tid=tid,
             registers=fixed,
-            xstate=ptrace.get_xstate(tid),
+            xstate=look.xstate,
             sigmask=mask,
             pending=pending,
             altstack=altstack,
             clear_child_tid=clear_tid,
-            robust_list=get_robust_list(tid),
+            robust_list=look.robust_list,
             rseq=rseq,
             attributes=carried,
             credentials=who,
@@ -470,9 +492,9 @@ class _Capturing:
         """Children that have ended and are not waited for; they are in no group any more."""
         found = []
         for host, tids in self.frozen.threads.items():
+            look = self.looks[host]
             for tid in tids:
-                for child in proc.read(f"/proc/{host}/task/{tid}/children").split():
-                    pid = int(child)
+                for pid in look.thread(tid).children():
                     if pid in inside:
                         continue
                     stat = proc.stat(pid)

@@ -1,19 +1,21 @@
 """Take a checkpoint: freeze, capture, copy, thaw, compile.
 
 Between freeze and thaw only what needs the tree to stand still is done: the capture, the copy of
-the pages into the template, and the caller's `at_instant` (the file system's snapshot), which runs
-beside the capture.  The program is compiled after the tree runs again.  Whatever fails, the
-tree is thawed as it was.
+the pages into the template, and the caller's `at_instant` (the file system's snapshot), which
+another thread runs beside the capture.  The program is compiled after the tree runs again.
+Whatever fails, the tree is thawed as it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 from ..errors import CheckpointError, DeltaBoxError
@@ -28,7 +30,7 @@ from .objects.seccomp import forbids_restart
 from .peer import PeerGone, ProgramFailed, Run, insist
 from .program import compile_program
 from .records import Var
-from .stash import Stash, feed, plan
+from .stash import Changes, Stash, feed, plan
 from .template import Stats, Template
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ def take(
     externals: Mapping[str, External],
     attic: Attic,
     at_instant: Callable[[], T],
+    beside: Executor,
 ) -> tuple[Template, T]:
     """Fill `blank` with the tree's state at one instant; it is the checkpoint's template then.
 
@@ -60,8 +63,8 @@ def take(
     with live.lock:
         try:
             undisturbed = functools.partial(_undisturbed, waits=live.waits)
-            with freeze(live, undisturbed) as frozen:
-                seen, copies = capture(
+            with freeze(live, undisturbed) as frozen, _meanwhile(beside, at_instant) as instant:
+                seen, copies, changes = capture(
                     live,
                     frozen,
                     owner=owner,
@@ -71,14 +74,18 @@ def take(
                     born=born,
                     attic=attic,
                     on_external=on_external,
+                    beside=beside,
                 )
                 blank.shared = copies
                 stash = plan(seen, blank.stash)
                 shared = sum(size for one in seen.shared for _, size in one.extents)
                 blank.resize(sum(stash.sizes().values()) + shared)
-                changed = _feed(blank, seen, stash, reference)
-                result = at_instant()
+                changed = _feed(blank, seen, stash, reference, changes)
+                result = instant.result()
             pause = time.monotonic() - frozen.began
+            live.forget_others(frozen.threads)
+            for space in live.spaces.values():
+                space.settled()
         except DeltaBoxError:
             raise
         except (ProgramFailed, PeerGone) as error:
@@ -86,8 +93,13 @@ def take(
         except OSError as error:
             raise CheckpointError(f"the tree could not be captured: {error}") from error
     limits = [_limit(which) for which in range(16)]
-    blank.sealed, blank.pid = compile_program(seen, stash, network=network, limits=limits)
+    blank.sealed, blank.first = compile_program(seen, stash, network=network, limits=limits)
     blank.capture = seen
+    blank.known = {
+        p.pid: found.known
+        for p in seen.processes
+        if (found := live.spaces.get(p.host_pid)) is not None and found.known is not None
+    }
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
     blank.stash = stash
     blank.resize(changed + shared + len(blank.sealed.content))
@@ -100,16 +112,31 @@ def take(
     return blank, result
 
 
-def _feed(blank: Template, seen: Capture, stash: Stash, reference: int) -> int:
+@contextlib.contextmanager
+def _meanwhile(beside: Executor, do: Callable[[], T]) -> Iterator[Future[T]]:
+    """Done by another thread within the block, which does not end before."""
+    future = beside.submit(do)
+    try:
+        yield future
+    finally:
+        future.exception()
+
+
+def _feed(
+    blank: Template,
+    seen: Capture,
+    stash: Stash,
+    reference: int,
+    changes: dict[int, Changes],
+) -> int:
     """Read the tree's pages into the template; bytes that were written there."""
-    feeding = feed(seen, stash, blank.stash, reference)
+    feeding = feed(seen, stash, blank.stash, reference, changes)
     try:
         run = blank.peer.run(feeding.program.seal(), 0, feeding.fds)
     finally:
         for fd in feeding.fds.values():
             os.close(fd)
-    check_reads(run, feeding.checks)
-    return feeding.fresh + run.variable(feeding.copied) * PAGE
+    return feeding.pulled + run.variable(feeding.copied) * PAGE
 
 
 def check_reads(run: Run, checks: list[tuple[Var, int]]) -> None:

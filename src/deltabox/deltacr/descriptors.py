@@ -25,6 +25,7 @@ from ..linux import unix_diag
 from ..linux.unix_diag import UnixInfo
 from . import kinds
 from .live import Live
+from .look import Look
 from .model import Description, Descriptor, External, Owner, Pipe
 from .objects import (
     epoll,
@@ -131,14 +132,16 @@ class DescriptorTable:
     def refuse(self, index: int, kind: str) -> UnsupportedState:
         return self._refused(self._first[index], kind)
 
-    def of_process(self, host: int, refuse: Refuse) -> tuple[Descriptor, ...]:
+    def of_process(self, host: int, look: Look, refuse: Refuse) -> tuple[Descriptor, ...]:
         out: list[Descriptor] = []
-        for number in sorted(int(name) for name in os.listdir(f"/proc/{host}/fd")):
-            subject = Subject.look(host, number, self, refuse)
+        entered: set[int] = set()
+        for _, found in sorted(look.descriptors(), key=lambda one: one[1].number):
+            subject = Subject.seen(host, found, self, refuse)
             index = self._enter(subject)
-            first = index not in (d.description for d in out)
+            first = index not in entered
+            entered.add(index)
             held = locks.of_process(subject) if first and "lock:" in subject.facts else ()
-            out.append(Descriptor(number, index, bool(subject.raw_flags & O_CLOEXEC), held))
+            out.append(Descriptor(found.number, index, bool(subject.raw_flags & O_CLOEXEC), held))
         return tuple(out)
 
     def find(self, host: int, number: int) -> int | None:

@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,17 +37,18 @@ from ..errors import (
 )
 from ..linux import cgroup
 from ..linux.cgroup import remove as remove_cgroup
-from . import boot, checkpoint
+from . import ahead, boot, checkpoint
 from .asked import Asked
+from .boot import First
 from .groups import Groups
-from .live import Exit as Exit
 from .live import Live, WorldState
 from .model import External
 from .network import Network, Networks
 from .objects import seccomp, terminals
 from .objects.ghosts import Attic
 from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
-from .records import SLOTS, Program, Sealed, Var
+from .records import SLOTS, WORLD_SLOT, Program, Sealed
+from .reports import Exit as Exit
 from .stash import duplicate, plan
 from .template import Template
 
@@ -74,6 +76,7 @@ class Engine:
         if root is None:
             raise HostUnsupported("control groups version 2 are not mounted")
         self.name = f"deltabox-{os.getpid()}"
+        self.beside = ThreadPoolExecutor(32, thread_name_prefix="beside")
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:  # PID 1 opens everything that a tree has open, before it clones it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -114,6 +117,7 @@ class Engine:
         return Tree(self, name, first_uid, memory_limit, pids_limit, network, on_external, io_uring)
 
     def close(self) -> None:
+        self.beside.shutdown()
         self.seed.close()
         end_task(self._task)
         with contextlib.suppress(FileNotFoundError):
@@ -181,36 +185,78 @@ class Tree:
 
     def boot(self, *, root_mount: int, hostname: str) -> Live:
         """A fresh tree with only PID 1. Raises RollbackError when it cannot be made."""
-        world = boot.World(hostname.encode(), network=self.network)
-        program = Program(*boot.FIRST_INPUTS)
-        init = program.sequence("PID 1")
-        pid = boot.first_process(program, init, world)
-        boot.settle(program, init, world)
-        boot.serve_for_ever(program, init, boot.answer_ready(program, init))
+        first = boot.first(boot.World(hostname.encode(), network=self.network))
         try:
-            return self._start(self._origin, program.seal(), pid, root_mount, {})
+            return self._first_process(self._origin, first, root_mount)
         except (ProgramFailed, PeerGone, OSError) as error:
             raise DeltaBoxError(f"the sandbox's first process could not start: {error}") from error
 
-    def restore(self, template: Template, *, root_mount: int, externals: Mapping[str, int]) -> Live:
-        """The checkpoint's tree, built and waiting at its barrier; `Live.release` lets it run."""
-        if template.sealed is None or template.pid is None:
+    def open_world(self, template: Template, *, root_mount: int) -> Live:
+        """A PID 1 with everything that `restore` needs, made ahead; it takes hardly any memory."""
+        assert template.first is not None
+        try:
+            return self._first_process(template, template.first, root_mount, tasks=1)
+        except (ProgramFailed, PeerGone) as error:
+            raise RollbackError(f"no first process could be made: {error}") from error
+
+    def restore(
+        self,
+        template: Template,
+        *,
+        root_mount: int,
+        externals: Mapping[str, int],
+        world: Live | None = None,
+    ) -> Live:
+        """The checkpoint's tree, built and waiting at its barrier; `Live.release` lets it run.
+
+        In a `world` made ahead, which is used up, or in a new one.
+        """
+        if template.sealed is None or template.first is None or template.capture is None:
             raise RollbackError("the checkpoint holds no process state")
         holders = {f"shared{index}": fd for index, fd in enumerate(template.shared)}
-        inputs = {**externals, **holders}
+        live = world
         try:
-            live = self._start(template, template.sealed, template.pid, root_mount, inputs)
+            if live is None:
+                live = self._first_process(template, template.first, root_mount)
+            else:
+                self._use(live)
+            self._rebuild(live, template, template.sealed, {**externals, **holders})
         except (ProgramFailed, PeerGone, OSError) as error:
+            if live is not None:
+                live.end()
             raise RollbackError(f"the tree could not be rebuilt: {error}") from error
+        except BaseException:
+            if live is not None:
+                live.end()
+            raise
         try:
-            assert template.capture is not None
             terminals.refill(template.capture, live.handed)
         except OSError as error:
             live.end()
             raise RollbackError(f"a terminal could not be filled again: {error}") from error
         live.origin = template.capture
-        live.base = template
+        live.base = live.cloned_from = template
         return live
+
+    def _use(self, world: Live) -> None:
+        """Make room for a whole tree in what has waited."""
+        world.tasks = 0
+        self._scale_groups()
+
+    def _rebuild(
+        self, live: Live, template: Template, sealed: Sealed, fds: Mapping[str, int]
+    ) -> None:
+        """Have PID 1 of an empty tree run the program that rebuilds the tree."""
+        assert template.capture is not None
+        peer = live.peer
+        with peer.lock:
+            with template.cloning:
+                asked = Asked(peer, self.owner, template.capture)
+                run = peer.send(sealed, live.slot, fds)
+                asked.serve(run)
+                peer.answer(run)  # all clones have been made
+            live.await_answer(run)
+        live.take(sealed.handed)
 
     def checkpoint(
         self,
@@ -243,6 +289,7 @@ class Tree:
                 externals=externals,
                 attic=attic,
                 at_instant=at_instant,
+                beside=self.engine.beside,
             )
         except BaseException:
             blank.close()
@@ -272,15 +319,13 @@ class Tree:
 
     # -- inner --------------------------------------------------------------------------------
 
-    def _start(
-        self,
-        template: Template,
-        sealed: Sealed,
-        pid: Var,
-        root_mount: int,
-        externals: Mapping[str, int],
+    def _first_process(
+        self, template: Template, first: First, root_mount: int, *, tasks: int = 0
     ) -> Live:
-        """Run a program on a template's door; undone completely when anything in it fails."""
+        """A tree of PID 1 alone, made by a template's door; undone completely on any failure.
+
+        `tasks`: how many it will have while it waits to be used; 0 if it is used at once.
+        """
         with contextlib.ExitStack() as undo:
             # room for one tree more, or a rollback would meet the limits that the old one has hit
             self._change_starting(1)
@@ -298,8 +343,7 @@ class Tree:
             keep.callback(reports.close)
             slot = template.take_slot()
             keep.callback(template.give_slot, slot)
-            fds = dict(externals)
-            fds |= {
+            fds = {
                 "cgroup": group_fd,
                 "root": root_mount,
                 "network": network.namespace,
@@ -308,20 +352,17 @@ class Tree:
             }
             try:
                 with template.door.lock:
-                    asked = Asked(requests, template.door, self.owner, template.capture)
-                    run = template.door.send(sealed, slot, fds)
+                    run = template.door.send(first.sealed, slot + WORLD_SLOT, fds)
                     try:
-                        asked.serve(run)
                         template.door.answer(run)
                     except BaseException:
-                        _end_first(run.variable(pid))
+                        _end_first(run.variable(first.pid))
                         raise
             finally:
                 inner_requests.close()
                 inner_reports.close()
-            init = run.variable(pid)
             live = Live(
-                init=init,
+                init=run.variable(first.pid),
                 group=group,
                 network=network,
                 requests=requests,
@@ -331,13 +372,13 @@ class Tree:
             try:
                 live.peer.answer(run)
                 live.attach(self._world)
-                live.take(sealed.handed)
                 if self.network == "host":
                     live.world = WorldState(live.world.mounts, b"")  # not ours to watch
                 self._world = live.world
             except BaseException:
                 live.end()
                 raise
+            live.tasks = tasks
             with self._lock:
                 self._starting -= 1
                 self._lives.add(live)
@@ -346,6 +387,8 @@ class Tree:
             undo.pop_all()
             os.close(group_fd)
             network.entered()
+        if tasks:
+            self._scale_groups()
         return live
 
     def _take_network(self) -> Network:
@@ -373,6 +416,13 @@ class Tree:
         with self._lock:
             self._lives.discard(live)
         self._scale_groups()
+
+    def look_ahead(self, live: Live) -> None:
+        """Begin to watch a restored tree that runs; for the caller's background."""
+        try:
+            ahead.look(live)
+        except OSError as error:
+            log.info("the next checkpoint will look for itself: %s", error)
 
     def prepare(self, live: Live) -> None:
         """Make the template of a live tree's next checkpoint ahead; for the caller's background.
@@ -443,8 +493,8 @@ class Tree:
             # The tree's first template has joined its groups; the others are born in them.
             origin = self.engine.seed if self._first is None else self._first.peer
             return origin.run(program.seal(), 0, fds).variable(program.result)
-        # The door is kept still: a restore decides what of the memory is inherited.
-        with base.life, base.door.lock:
+        # A restore decides what of the memory is inherited.
+        with base.life, base.cloning:
             if base.closed or base.stash is None:
                 raise PeerGone("the template has been closed")
             ranges = [r for found in base.stash.extents().values() for r in found]
@@ -532,10 +582,11 @@ class Tree:
     def _scale_groups(self) -> None:
         """The templates' memory is charged to the tree: its limit follows what they hold."""
         with self._lock:
-            lives = max(1, len(self._lives) + self._starting)
+            running = sum(not live.tasks for live in self._lives) + self._starting
+            waiting = sum(live.tasks for live in self._lives)
             ours = list(self._templates)
         held = sum(t.memory_bytes + t.memory_bytes // 64 + _OWN_MEMORY for t in ours)
-        self.groups.scale(lives=lives, templates=len(ours), held=held)
+        self.groups.scale(lives=max(1, running), templates=len(ours), held=held, waiting=waiting)
 
     def _change_starting(self, by: int) -> None:
         with self._lock:

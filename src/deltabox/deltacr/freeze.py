@@ -27,13 +27,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
-from ..linux import proc, ptrace
+from ..linux import proc, ptrace, stop
 from .live import Live
 from .peer import insist
 from .records import CODE, CONTROL, FRAMES
 
 log = logging.getLogger(__name__)
 
+_MOMENT = 0.0005  # seconds of waiting in one call
 _PATIENCE = 0.03  # seconds a thread may take to stop before all are let go for a moment
 _VFORK_PATIENCE, _VFORK_LIMIT = 0.002, 0.5
 _LIMIT = 5.0
@@ -104,44 +105,50 @@ def _give_up(frozen: Frozen, put_back: Callable[[Frozen], None]) -> None:
 def _stop_all(live: Live, frozen: Frozen) -> None:
     known: set[int] = set()
     while True:
-        fresh: list[tuple[int, int]] = []
+        fresh: dict[int, int] = {}
         for pid in live.host_pids():
             try:
                 tids = proc.threads(pid)
             except (FileNotFoundError, ProcessLookupError):
                 continue  # it has just ended
-            for tid in tids:
-                if tid in known:
-                    continue
-                known.add(tid)
-                if not _seize(tid):
-                    continue
-                # ours from here on: whatever happens next, the thaw must let it go
-                frozen.threads.setdefault(pid, []).append(tid)
-                frozen.stops[tid] = 0
-                fresh.append((pid, tid))
-                with contextlib.suppress(ProcessLookupError):
-                    ptrace.interrupt(tid)
+            fresh.update((tid, pid) for tid in tids if tid not in known)
         if not fresh:
             _check_settled(live, frozen)
             return
-        waiting = {tid: pid for pid, tid in fresh}
-        until = time.monotonic() + _PATIENCE
-        look = time.monotonic() + _VFORK_PATIENCE
-        pause = 0.0
-        while waiting:
-            for tid in list(waiting):
-                if _stopped(frozen, tid):
-                    del waiting[tid]
-            if waiting:
-                now = time.monotonic()
-                if now > until or (now > look and all(_in_vfork(tid) for tid in waiting)):
-                    tid, pid = next(iter(waiting.items()))
-                    raise _Unstoppable(f"thread {tid} of host process {pid}")
-                time.sleep(pause)
-                pause = min(pause + 0.00002, 0.0005)
+        known |= fresh.keys()
+        waiting: dict[int, int] = {}
+        try:
+            refused = stop.seize(list(fresh), ptrace.O_TRACESYSGOOD)
+        finally:
+            for tid, pid in fresh.items():
+                # ours from here on: whatever happens next, the thaw must let it go
+                frozen.threads.setdefault(pid, []).append(tid)
+                frozen.stops[tid] = 0
+        for (tid, pid), error in zip(fresh.items(), refused, strict=True):
+            if error:
+                _forget(frozen, tid)
+                _check_refused(tid, error)
+            else:
+                waiting[tid] = pid
+        _await(frozen, waiting)
         for pid in [pid for pid, tids in frozen.threads.items() if not tids]:
             del frozen.threads[pid]
+
+
+def _await(frozen: Frozen, waiting: dict[int, int]) -> None:
+    """Wait until each of them has stopped, or is gone."""
+    until = time.monotonic() + _PATIENCE
+    look = time.monotonic() + _VFORK_PATIENCE
+    while waiting:
+        for tid, status in zip(
+            list(waiting), stop.await_stops(list(waiting), _MOMENT), strict=True
+        ):
+            if status is not None and _stopped(frozen, tid, status):
+                del waiting[tid]
+        now = time.monotonic()
+        if waiting and (now > until or (now > look and all(_in_vfork(tid) for tid in waiting))):
+            tid, pid = next(iter(waiting.items()))
+            raise _Unstoppable(f"thread {tid} of host process {pid}")
 
 
 def _await_vforks(live: Live) -> None:
@@ -186,35 +193,24 @@ def in_interpreter(address: int) -> bool:
     return CODE <= address < CODE + 0x10_0000 or FRAMES <= address < CONTROL
 
 
-def _seize(tid: int) -> bool:
-    try:
-        ptrace.seize(tid, ptrace.O_TRACESYSGOOD)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            state = proc.stat(tid)
-            if state.state in "ZX":
-                return False
-            tracer = proc.status(tid).get("TracerPid", "0")
-            if tracer != "0":
-                raise CheckpointError(
-                    f"{state.comm} is being traced by another program (a debugger or strace)"
-                ) from None
-            raise
-        return False
-    return True
+def _check_refused(tid: int, error: int) -> None:
+    """Raise why a thread could not be seized, unless it is gone."""
+    if error == errno.ESRCH:
+        return
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        state = proc.stat(tid)
+        if state.state in "ZX":
+            return
+        tracer = proc.status(tid).get("TracerPid", "0")
+        if error == errno.EPERM and tracer not in ("0", str(os.getpid())):
+            raise CheckpointError(
+                f"{state.comm} is being traced by another program (a debugger or strace)"
+            )
+        raise OSError(error, os.strerror(error))
 
 
-def _stopped(frozen: Frozen, tid: int) -> bool:
-    """Look once; True when the thread is where we want it, or gone."""
-    try:
-        status = ptrace.wait(tid, block=False)
-    except ChildProcessError:
-        _forget(frozen, tid)
-        return True
-    if status is None:
-        return False
+def _stopped(frozen: Frozen, tid: int, status: int) -> bool:
+    """Look at a wait status; True when the thread is where we want it, or gone."""
     if not os.WIFSTOPPED(status):
         _forget(frozen, tid)
         return True
@@ -246,33 +242,27 @@ def _thaw(frozen: Frozen, put_back: Callable[[Frozen], None]) -> None:
     """
     resisting: dict[int, int] = {}
     held: dict[int, list[int]] = {}
+    everybody = frozen.tids()
+    # not stopped: a freeze given up half-way, or killed meanwhile
+    at_rest = dict(zip(everybody, stop.stopped(everybody), strict=True))
+    free: list[int] = []
     for pid, tids in frozen.threads.items():
-        # not stopped: a freeze given up half-way, or killed meanwhile
-        slow = [tid for tid in tids if not _is_stopped(tid)]
+        slow = [tid for tid in tids if not at_rest[tid]]
         resisting |= dict.fromkeys(slow, pid)
-        rest = [tid for tid in tids if tid not in slow]
+        rest = [tid for tid in tids if at_rest[tid]]
         if slow:
             held[pid] = rest
         else:
-            _detach(rest)
-    _detach_resisting(resisting, held, frozen.began, put_back)
-
-
-def _is_stopped(tid: int) -> bool:
-    try:
-        insist(functools.partial(ptrace.get_sigmask, tid))
-    except ProcessLookupError:
-        return False
-    return True
+            free += rest
+    _detach(free)
+    if resisting:
+        _detach_resisting(resisting, held, frozen.began, put_back)
 
 
 def _detach(tids: list[int]) -> None:
-    for tid in tids:
-        try:
-            insist(functools.partial(ptrace.detach, tid))
-        except OSError as error:
-            if error.errno != errno.ESRCH:
-                log.error("host thread %d could not be detached: %s", tid, error)
+    for tid, error in zip(tids, stop.detach(tids), strict=True):
+        if error not in (0, errno.ESRCH):
+            log.error("host thread %d could not be detached: %s", tid, os.strerror(error))
 
 
 def _detach_resisting(

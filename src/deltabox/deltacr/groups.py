@@ -20,6 +20,7 @@ from pathlib import Path
 from ..linux import cgroup
 
 _CONTROLLERS = ("memory", "pids")
+_WAITING = 1 << 20  # bytes a task that waits takes of its own: page tables, a stack, the kernel's
 
 
 class Groups:
@@ -108,14 +109,18 @@ class Groups:
         for group in self._legacy:
             (group / "cgroup.procs").write_text(str(pid))
 
-    def scale(self, *, lives: int, templates: int, held: int) -> None:
-        """Room for so many sandboxes, with templates that hold `held` bytes of memory."""
+    def scale(self, *, lives: int, templates: int, held: int, waiting: int) -> None:
+        """Room for so many sandboxes, with templates that hold `held` bytes of memory.
+
+        And for so many tasks of trees that wait, which share nearly all memory with a template.
+        """
+        held += waiting * _WAITING
         for group in self._legacy:
             with contextlib.suppress(FileNotFoundError):
                 cgroup.set_limits(
                     group,
                     memory=self._memory and self._memory * lives + held,
-                    pids=self._pids and (self._pids + 1) * lives + 2 * templates + 2,
+                    pids=self._pids and (self._pids + 1) * lives + 2 * templates + 2 + waiting,
                     version=1,
                 )
 

@@ -8,7 +8,8 @@ unmapped and registers and signal mask are put back, so nothing of ours stays.
 Two traps.  The kernel *resets the disposition* of SIGTRAP when a breakpoint hits while SIGTRAP is
 blocked or ignored (force_sig_info_to_task in kernel/signal.c): so it is unblocked meanwhile, and
 in a process that ignores it every call is stepped by PTRACE_SYSCALL instead, which sends no
-signal.  And orig_rax is set to -1, or the kernel would "restart" our call.
+signal.  And orig_rax is set to -1, or the kernel would "restart" our call.  The steps themselves
+are in linux/stop.c.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ import errno
 import mmap
 import os
 import struct
-from collections.abc import Callable
 from functools import lru_cache
 from types import TracebackType
 
 from ..errors import CheckpointError
 from ..linux import numbers as nr
-from ..linux import ptrace
-from ..linux.ptrace import Registers
+from ..linux import stop
 from .peer import insist
 
 SIZE = 0x5000
 _RECORDS = 0x1000
 _DATA = 0x4000
+DATA = 1 << 62
+"""Addresses from here on mean the 4 KiB that calls may use as buffers, wherever they will lie."""
 
 # rbx points to records of {number, six arguments, result}; the list ends with number -1.
 #   next: mov rax,[rbx]; cmp rax,-1; je done; mov rdi,[rbx+8]; mov rsi,[rbx+16]; mov rdx,[rbx+24]
@@ -42,7 +43,9 @@ _CODE = bytes.fromhex(
 )
 
 _ALL = (1 << 64) - 1
-_SIGTRAP = 5
+_MOST = (_DATA - _RECORDS) // 64 - 1
+
+Call = tuple[int, ...]
 
 
 @lru_cache(maxsize=1)
@@ -60,6 +63,23 @@ def syscall_offset() -> int:
     raise CheckpointError("the vdso holds no syscall instruction")
 
 
+@lru_cache(maxsize=256)
+def pack(calls: tuple[Call, ...]) -> bytes:
+    """Calls as bulk_batch() in linux/stop.c takes them; the same lists come again and again."""
+    if len(calls) > _MOST:
+        raise ValueError("too many calls for one batch")
+    parts = []
+    for call in calls:
+        number, *arguments = (*call, 0, 0, 0, 0, 0, 0)[:7]
+        bits = 0
+        for index, value in enumerate(arguments):
+            if DATA <= value < 2 * DATA:
+                bits |= 1 << index
+                arguments[index] = value - DATA
+        parts.append(struct.pack("<8Q", *(v & _ALL for v in (number, *arguments)), bits))
+    return b"".join(parts)
+
+
 class Injection:
     """A place in one stopped process from which calls can be made, by any of its threads."""
 
@@ -74,9 +94,9 @@ class Injection:
         self._step = ignores_trap
 
     def __enter__(self) -> Injection:
-        self._saved = {self._leader: _save(self._leader)}
+        self._saved = stop.save(self._leader)
         with contextlib.ExitStack() as undo:
-            undo.callback(_restore, self._leader, *self._saved[self._leader])
+            undo.callback(_put_back, self._leader, self._saved)
             undo.callback(self._unmap)
             got = self._map(self._gap, SIZE, 7)
             if got == -errno.EACCES:
@@ -100,14 +120,15 @@ class Injection:
         try:
             self._unmap()
         finally:
-            _restore(self._leader, *self._saved[self._leader])
+            _put_back(self._leader, self._saved)
 
     def _map(self, address: int, size: int, protection: int) -> int:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000  # MAP_FIXED_NOREPLACE
-        return self._one(self._leader, nr.MMAP, address, size, protection, flags, -1, 0)
+        call = (nr.MMAP, address, size, protection, flags, -1, 0)
+        return self._one(self._leader, self._saved, call)
 
     def _unmap(self) -> None:
-        insist(lambda: self._one(self._leader, nr.MUNMAP, self._gap, SIZE))
+        insist(lambda: self._one(self._leader, self._saved, (nr.MUNMAP, self._gap, SIZE)))
 
     @property
     def data(self) -> int:
@@ -120,75 +141,32 @@ class Injection:
     def read(self, offset: int, size: int) -> bytes:
         return os.pread(self._memory, size, self.data + offset)
 
-    def run(self, tid: int, calls: list[tuple[int, ...]]) -> list[int]:
+    def run(self, tid: int, calls: tuple[Call, ...]) -> tuple[int, ...]:
         """Make the calls (number, arguments...) in the given thread; the kernel's results."""
-        if len(calls) > (_DATA - _RECORDS) // 64 - 1:
-            raise ValueError("too many calls for one batch")
         own = tid != self._leader
-        saved = _save(tid) if own else self._saved[tid]
+        saved = stop.save(tid) if own else self._saved
         try:
             if self._step:
-                return [self._one(tid, *call) for call in calls]
-            base = self._gap + _RECORDS
-            packed = b"".join(
-                struct.pack("<8Q", *(v & _ALL for v in (*call, 0, 0, 0, 0, 0, 0)[:7]), 0)
-                for call in calls
+                return tuple(self._one(tid, saved, self._placed(call)) for call in calls)
+            return stop.batch(
+                tid, saved, self._memory, self._gap, self._gap + _RECORDS, self.data, pack(calls)
             )
-            os.pwrite(self._memory, packed + b"\xff" * 8, base)
-            ptrace.set_sigmask(tid, _ALL & ~(1 << (_SIGTRAP - 1)))
-            registers = saved[0].copy()
-            registers.rip, registers.rbx, registers.orig_rax = self._gap, base, -1
-            registers.rax = 0
-            ptrace.set_registers(tid, registers)
-            self._go(tid, ptrace.resume, lambda status: ptrace.stop_signal(status) == _SIGTRAP)
-            raw = os.pread(self._memory, 64 * len(calls), base)
-            return [struct.unpack_from("<q", raw, 64 * i + 56)[0] for i in range(len(calls))]
+        except (stop.Killed, stop.StoppedElsewhere) as error:
+            raise CheckpointError(f"a process was captured and {error}") from None
         finally:
             if own:
-                _restore(tid, *saved)
+                _put_back(tid, saved)
 
-    def _one(self, tid: int, number: int, *arguments: int) -> int:
+    def _placed(self, call: Call) -> Call:
+        return tuple(v - DATA + self.data if DATA <= v < 2 * DATA else v for v in call)
+
+    def _one(self, tid: int, saved: stop.Saved, call: Call) -> int:
         """One call through the vdso, stopped at its entry and exit: no signal is involved."""
-        registers = (
-            self._saved[self._leader][0].copy()
-            if tid == self._leader
-            else (ptrace.get_registers(tid))
-        )
-        ptrace.set_sigmask(tid, _ALL)
-        values = (*arguments, 0, 0, 0, 0, 0, 0)
-        registers.rdi, registers.rsi, registers.rdx = values[:3]
-        registers.r10, registers.r8, registers.r9 = values[3:6]
-        registers.rax, registers.orig_rax, registers.rip = number, -1, self._instruction
-        ptrace.set_registers(tid, registers)
-        for _ in range(2):
-            self._go(tid, ptrace.resume_to_syscall, ptrace.is_syscall_stop)
-        result = 0
-
-        def read() -> None:
-            nonlocal result
-            result = ptrace.get_registers(tid).rax
-
-        insist(read)
-        return result - (1 << 64) if result >> 63 else result
-
-    def _go(self, tid: int, resume: Callable[[int], None], wanted: Callable[[int], bool]) -> None:
-        """Let the thread run to the wanted stop."""
-        while True:
-            insist(lambda: resume(tid))  # half-way through a call there is no other way out
-            status = ptrace.wait(tid)
-            if status is None or not os.WIFSTOPPED(status):
-                raise CheckpointError("a process was killed while it was captured")
-            # a thread of a stopped job takes its group stop first; it has to be sent on again
-            if not ptrace.is_event_stop(status):
-                break
-        if not wanted(status):
-            raise CheckpointError(f"unexpected stop {status:#x} while a process was captured")
+        try:
+            return stop.call(tid, saved, self._instruction, call)
+        except (stop.Killed, stop.StoppedElsewhere) as error:
+            raise CheckpointError(f"a process was captured and {error}") from None
 
 
-def _save(tid: int) -> tuple[Registers, int]:
-    return ptrace.get_registers(tid), ptrace.get_sigmask(tid)
-
-
-def _restore(tid: int, registers: Registers, mask: int) -> None:
-    insist(lambda: ptrace.set_registers(tid, registers))
-    insist(lambda: ptrace.set_sigmask(tid, mask))
+def _put_back(tid: int, saved: stop.Saved) -> None:
+    insist(lambda: stop.put_back(tid, saved))

@@ -36,7 +36,8 @@ enum { SYS_read = 0, SYS_write = 1, SYS_poll = 7, SYS_mmap = 9, SYS_mprotect = 1
        SYS_timer_create = 222, SYS_timer_delete = 226, SYS_exit_group = 231, SYS_clone3 = 435 };
 
 enum op { OP_END, OP_CALL, OP_CLONE, OP_BARRIER, OP_COPY, OP_RESUME, OP_SERVE, OP_TIMER,
-          OP_STORE, OP_SKIP_IF_ERROR, OP_LOAD, OP_MERGE, OP_EXPECT };
+          OP_STORE, OP_SKIP_IF_ERROR, OP_LOAD, OP_MERGE, OP_EXPECT,
+          OP_PULL };
 enum { MAY_FAIL = 1, LATE = 2 /* after the point of no return: no fault is injected */ };
 
 struct record {
@@ -232,6 +233,26 @@ static s64 merge(s64 source, u64 from, u64 to, u64 size, u8 *scratch, s64 is_fil
         return 0;
 }
 
+/* Read what lies scattered in another process, `count` ranges of `total` bytes. */
+static s64 pull(s64 source, struct iovec *remote, struct iovec *local, u64 count, u64 total,
+                s64 is_file)
+{
+        u64 done = 0;
+
+        for (u64 at = 0; at < count;) {
+                u64 batch = is_file ? 1 : count - at < 1024 ? count - at : 1024; /* IOV_MAX */
+                s64 got = is_file ? call6(17, source, (s64)local[at].base, local[at].size,
+                                          (s64)remote[at].base, 0, 0)
+                                  : call6(310, source, (s64)(local + at), batch,
+                                          (s64)(remote + at), batch, 0);
+                if (is_error(got))
+                        return got;
+                done += got;
+                at += batch;
+        }
+        return done == total ? 0 : -14;
+}
+
 /* timer_create(2) hands out identifiers in order; skip until it is the wanted one. */
 static s64 create_timer(s64 clock, s64 event, s32 wanted)
 {
@@ -352,6 +373,9 @@ static s64 run(struct header *h, u64 entry)
                 else if (r->op == OP_MERGE)
                         result = merge(a[0], a[1], a[2], a[3], (u8 *)a[4], a[5],
                                        &h->variables[r->number]);
+                else if (r->op == OP_PULL)
+                        result = pull(a[0], (struct iovec *)a[1], (struct iovec *)a[2], a[3],
+                                      a[4], a[5]);
                 else if (r->op == OP_EXPECT)
                         result = a[0] == a[1] ? 0 : -5;
                 else if (r->op == OP_LOAD)

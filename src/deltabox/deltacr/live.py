@@ -12,10 +12,11 @@ import contextlib
 import errno
 import os
 import resource
+import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,22 +36,14 @@ from .interrupted import Waits
 from .model import Capture
 from .network import Network
 from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
-from .peer import Peer, PeerGone, ProgramFailed, insist
-from .records import Program, Ref, Sealed, Var
+from .peer import Peer, PeerGone, ProgramFailed, Run, insist
+from .records import REQUEST_SLOT, Program, Ref, Sealed, Var
+from .reports import Exit, Reports
+from .space import Space
 from .template import Template
-
-_SPAWN_SLOT = 512  # programs of a PID 1 are mapped this many slots above its own control memory
-
+from .turns import Ahead
 
 FindFile = Callable[[int, bytes, int], Iterator[str]]
-
-
-@dataclass(frozen=True)
-class Exit:
-    """The end of a child of PID 1: its pid inside, and its wait status (wait(2))."""
-
-    pid: int
-    status: int
 
 
 @dataclass(frozen=True)
@@ -90,15 +83,19 @@ class Live:
         self.pidfd = os.pidfd_open(init)
         self.group = group
         self.peer = Peer(requests)
-        self.reports = reports
+        self.reports = Reports(reports)
         self.slot = slot
         self.root = -1
         self.lock = threading.RLock()  # held by spawn and by a freeze: no child is half made
         self.world = WorldState(0, b"")
+        self.tasks = 0  # while it waits to be used: how many it has, instead of a sandbox's share
         self.waits = Waits()
         self.origin: Capture | None = None  # what it was restored from
+        self.cloned_from: Template | None = None
         self.base: Template | None = None  # the last state of it that a template holds
         self.successor: Template | None = None  # made ahead for the next checkpoint
+        self.spaces: dict[int, Space] = {}  # by host pid
+        self.ahead = Ahead()
         self.handed: dict[str, int] = {}  # descriptors taken out of a restored PID 1
         self.on_end: Callable[[], None] = lambda: None
         # guesses at the path of a file by its handle (kind, bytes) and inode number; whoever owns
@@ -106,7 +103,6 @@ class Live:
         self.find: FindFile = lambda kind, handle, inode: iter(())
         self._ended = False
         self._end_lock = threading.Lock()
-        reports.setblocking(False)
 
     def attach(self, world: WorldState | None) -> None:
         """Open what needs the mounts to be in place; `world` is known from an earlier sandbox."""
@@ -117,6 +113,25 @@ class Live:
         """Get descriptors that PID 1 has made for the keeper: name -> number in PID 1."""
         for name, number in numbers.items():
             self.handed[name] = pidfd.getfd(self.pidfd, number)
+
+    def space(self, host: int, pid: int) -> Space:
+        """What is known of the memory of one process, by its host pid and its pid inside."""
+        if host not in self.spaces:
+            origin = self.cloned_from if self.restored(pid) else None
+            known = origin.known.get(pid) if origin is not None else None
+            self.spaces[host] = Space(host, origin, known)
+            if origin is not None:
+                self.spaces[host].adopt(self.reports.watcher(pid))
+        return self.spaces[host]
+
+    def restored(self, pid: int) -> bool:
+        """Whether a process was cloned from a template, by its pid inside."""
+        return self.origin is not None and pid in self.origin.by_pid
+
+    def forget_others(self, hosts: Container[int]) -> None:
+        """Drop what is known of processes that have ended."""
+        for host in [host for host in self.spaces if host not in hosts]:
+            self.spaces.pop(host).close()
 
     def keep_successor(self, base: Template, made: Template) -> bool:
         """Keep a template for the next checkpoint; False when it comes too late."""
@@ -210,7 +225,7 @@ class Live:
                 with self.peer.lock:
                     run = self.peer.send(
                         program.seal(),
-                        self.slot + _SPAWN_SLOT,
+                        self.slot + REQUEST_SLOT,
                         dict(zip(names, stdio.values(), strict=True)),
                     )
                     self.peer.answer(run)
@@ -256,7 +271,7 @@ class Live:
             program.root.call(nr.KILL, pid, sig, may_fail=not strict)
         try:
             with self.lock:
-                self.peer.run(program.seal(), self.slot + _SPAWN_SLOT)
+                self.peer.run(program.seal(), self.slot + REQUEST_SLOT)
         except ProgramFailed as failure:
             raise OSError(failure.errno, os.strerror(failure.errno)) from None
 
@@ -266,7 +281,7 @@ class Live:
         Once it has answered, every child that had ended by then has been reported.
         """
         with self.lock:
-            run = self.peer.run(_SURVEY, self.slot + _SPAWN_SLOT)
+            run = self.peer.run(_SURVEY, self.slot + REQUEST_SLOT)
 
         def text(name: str) -> bytes:
             at = _BUFFERS[name].offset
@@ -299,26 +314,25 @@ class Live:
                 answers.append(answer.offset)
             fds = {f"socket{index}": fd for index, fd in enumerate(some)}
             with self.lock:
-                run = self.peer.run(program.seal(), self.slot + _SPAWN_SLOT, fds)
+                run = self.peer.run(program.seal(), self.slot + REQUEST_SLOT, fds)
             found += [struct.unpack_from("<i", run.memory, at)[0] for at in answers]
         return found
 
     def read_exits(self) -> list[Exit]:
         """Ends reported so far; EOFError when PID 1 itself has died."""
-        exits: list[Exit] = []
+        return self.reports.exits()
+
+    def await_answer(self, run: Run) -> None:
+        """Wait for PID 1, while those it rebuilds may have more to report than the socket holds."""
+        poller = select.poll()
+        poller.register(self.peer.sock, select.POLLIN)
+        poller.register(self.reports.sock, select.POLLIN)
         while True:
-            try:
-                data = self.reports.recv(8)
-            except BlockingIOError:
-                return exits
-            except ConnectionResetError:
-                data = b""
-            if not data:
-                if exits:
-                    return exits
-                raise EOFError("PID 1 of the sandbox has died")
-            pid, status = struct.unpack("<ii", data)
-            exits.append(Exit(pid, status))
+            ready = {fd for fd, _ in poller.poll(10_000)}
+            if not ready or self.peer.sock.fileno() in ready:
+                break
+            self.reports.collect()
+        self.peer.answer(run)
 
     # -- looking at it ------------------------------------------------------------------------
 
@@ -344,6 +358,11 @@ class Live:
 
     # -- the end ------------------------------------------------------------------------------
 
+    @property
+    def alive(self) -> bool:
+        """Whether PID 1 has not ended."""
+        return not self._ended and not pidfd.ended(self.pidfd, 0)
+
     def release(self) -> None:
         """Let a restored tree run. The answer to the barrier message is its start."""
         self.peer.sock.send(b"go")
@@ -357,7 +376,7 @@ class Live:
         if self._ended:
             return
         try:
-            (self.group / "cgroup.freeze").write_text("1")
+            cgroup.freeze(self.group, True)
             if not cgroup.wait_event(self.group, b"frozen 1", 0.05):
                 self.kill_all()
         except BaseException:
@@ -366,7 +385,7 @@ class Live:
 
     def thaw(self) -> None:
         """Undo `stop`."""
-        (self.group / "cgroup.freeze").write_text("0")
+        cgroup.freeze(self.group, False)
 
     def kill_all(self) -> None:
         """Kill everything and wait for it.
@@ -389,6 +408,7 @@ class Live:
             if self.successor is not None:
                 self.successor.close()
                 self.successor = None
+            self.forget_others(())
             self.kill_all()
             pidfd.reap(self.pidfd)
             self.peer.close()

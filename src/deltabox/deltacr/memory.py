@@ -17,13 +17,15 @@ import mmap
 import os
 import re
 import struct
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
 from ..linux import numbers as nr
-from ..linux import pagemap
-from ..linux.proc import read
+from ..linux.bulk import Regions
+from ..linux.pagemap import PAGE_IS_GUARD
 from .model import PAGE, Mapping, Process
 from .objects import shared_memory
 from .rebuild import Rebuild
@@ -64,11 +66,11 @@ _KNOWN_FLAGS = {
 }
 # VmFlags -> advice of madvise(2) that sets them again
 _ADVICE = {"rr": 1, "sr": 2, "dc": 10, "mg": 12, "hg": 14, "nh": 15, "dd": 16, "wf": 18}
-_WIPED = frozenset({"wf", "dp"})  # VM_WIPEONFORK, VM_DROPPABLE
 _IOV_MAX = 1024
 _MADV_UNMERGEABLE, _MADV_GUARD_INSTALL = 13, 102
 _MSEAL = 462
 _DROPPABLE = 8 | 0x20 | 0x100000  # MAP_DROPPABLE, MAP_ANONYMOUS, MAP_FIXED_NOREPLACE
+_Pages = tuple[tuple[int, int], ...]
 _PR_SET_VMA = 0x53564D41
 _DELETED = " (deleted)"
 # The ring of an AIO context could be made again and moved to its place (aio_ring_mremap() in
@@ -77,35 +79,76 @@ _DELETED = " (deleted)"
 _AIO = "/[aio] (deleted)"
 
 
-def mappings(host: int, refuse: Refuse) -> tuple[list[Mapping], int, int]:
-    """(the VMAs, address of the vdso, a free place for injection) of a stopped process."""
+def mappings(text: bytes, refuse: Refuse) -> tuple[list[Mapping], int, int]:
+    """(VMAs, address of the vdso, a free place for injection), from what ask.c left of smaps."""
     found: list[Mapping] = []
     vdso = 0
-    fd = os.open(f"/proc/{host}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        for header, flags in _entries(host):
-            mapping = _mapping(header, flags, refuse)
-            if mapping is None:
-                continue
-            if mapping.path == "[vdso]":
-                vdso = mapping.start
-            if mapping.kind != "vdso":
-                pages, guards = pagemap.private_pages(fd, mapping.start, mapping.end)
-                lost = mapping.shared or mapping.flags & _WIPED
-                mapping = replace(mapping, pages=() if lost else tuple(pages), guards=tuple(guards))
-            found.append(mapping)
-    finally:
-        os.close(fd)
+    for header, flags in _entries(text):
+        mapping = _mapping(header, flags, refuse)
+        if mapping is None:
+            continue
+        if mapping.path == "[vdso]":
+            vdso = mapping.start
+        found.append(mapping)
     if not vdso:
         raise refuse("has unmapped its vdso", "mapping")
     return found, vdso, _gap(found)
 
 
-def _entries(host: int) -> list[tuple[re.Match[str], frozenset[str]]]:
+def with_pages(mappings: list[Mapping], present: Regions) -> list[Mapping]:
+    """The mappings with the pages and guard regions that have been found in them."""
+    return [
+        replace(m, pages=pages if m.saved else (), guards=guards) if pages or guards else m
+        for m, (pages, guards) in zip(mappings, _pages_of(mappings, present), strict=True)
+    ]
+
+
+def repaged(
+    before: tuple[Mapping, ...], present: Regions, pristine: Callable[[Mapping], bool]
+) -> tuple[Mapping, ...]:
+    """The same mappings with the pages they have now; those with the same pages stay themselves."""
+    return tuple(
+        m
+        if (m.pages, m.guards) == (pages, guards) or (not m.saved and m.guards == guards)
+        else replace(
+            m,
+            pages=pages if m.saved else (),
+            guards=guards,
+            of_base=bool(pages) and m.saved and m.kind == "file" and pristine(m),
+        )
+        for m, (pages, guards) in zip(before, _pages_of(before, present), strict=True)
+    )
+
+
+def _pages_of(mappings: Items[Mapping], present: Regions) -> list[tuple[_Pages, _Pages]]:
+    """(pages, guard regions) of each mapping."""
+    out: list[tuple[_Pages, _Pages]] = []
+    regions = iter(present)
+    region = next(regions, None)
+    for mapping in mappings:
+        pages: list[tuple[int, int]] = []
+        guards: list[tuple[int, int]] = []
+        while region is not None and region[0] < mapping.end:
+            low, high, found = region
+            if high > mapping.start:
+                into = guards if found & PAGE_IS_GUARD else pages
+                low, end = max(low, mapping.start), min(high, mapping.end)
+                if into and into[-1][1] == low:
+                    into[-1] = into[-1][0], end
+                else:
+                    into.append((low, end))
+            if high > mapping.end:
+                break
+            region = next(regions, None)
+        out.append((tuple(pages), tuple(guards)))
+    return out
+
+
+def _entries(text: bytes) -> list[tuple[re.Match[str], frozenset[str]]]:
     out = []
     header: re.Match[str] | None = None
     key = ""
-    for line in read(f"/proc/{host}/smaps").decode(errors="surrogateescape").splitlines():
+    for line in text.decode(errors="surrogateescape").splitlines():
         if line.startswith("VmFlags:"):
             assert header is not None
             out.append((header, frozenset(line[8:].split()) | ({key} if key else frozenset())))

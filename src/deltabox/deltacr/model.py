@@ -15,6 +15,7 @@ from .objects.seccomp import NONE as NO_SECCOMP
 from .objects.seccomp import Seccomp
 
 PAGE = 4096
+_WIPED = frozenset({"wf", "dp"})  # VM_WIPEONFORK, VM_DROPPABLE
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class Mapping:
     @property
     def size(self) -> int:
         return self.end - self.start
+
+    @property
+    def saved(self) -> bool:
+        """Whether its private pages are kept: not if it is shared, or to be wiped in a child."""
+        return not (self.shared or self.flags & _WIPED)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,15 @@ capture, by device and inode, each once for a whole tree.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 from ..errors import UnsupportedState
+from ..linux.ask import Answers, Facts, Kind, Questions
 from ..linux.openat2 import openat2
 from . import memory
+from .look import Look
 from .model import Mapping
 from .objects import files
 from .objects.ghosts import DELETED, Ghosts
@@ -31,36 +35,60 @@ class Names:
         self._named: dict[tuple[str, int, int], bool] = {}  # whether it has one version only
         self._ghosts: dict[tuple[str, int, int], int] = {}
         self._found: dict[tuple[str, int, int], int] = {}
+        self._facts: dict[str, bytes | None] = {}  # of what paths lead to; None: to nothing
         self._root = os.fstat(root_fd)
 
     def is_pristine(self, mapping: Mapping) -> bool:
         """Whether a mapped file is the base's own, unchanged."""
         return (mapping.path, mapping.inode) in self._pristine
 
-    def executable(self, host: int, refuse: Refuse) -> tuple[str, int]:
+    def look(self, paths: Iterable[str]) -> Answers:
+        """Find out at once what these names lead to."""
+        wanted = tuple(dict.fromkeys(paths))
+        answers = _questions(wanted).ask([self.root_fd])
+        for path in wanted:
+            self._facts[path] = answers.get(path)
+        return answers
+
+    def is_settled(self, mapping: Mapping) -> bool:
+        """Whether a mapping shows what its name leads to, now and as long as that is the same."""
+        key = (mapping.path, mapping.device, mapping.inode)
+        return mapping.kind != "file" or (self._named[key] and mapping.ghost < 0)
+
+    def is_of_base(self, mapping: Mapping) -> bool:
+        """Whether a mapped file, whose name has been looked up, is the base's own, unchanged."""
+        facts = self._facts.get(mapping.path)
+        return facts is not None and Facts.unpack(facts).changed < (self.born - 1) * 1e9
+
+    def executable(self, host: int, look: Look, refuse: Refuse) -> tuple[str, int]:
         """(path, index of its ghost or -1) of what a process runs."""
-        return self._find(host, "exe", "runs", refuse)
+        return self._find(host, look, "exe", "runs", refuse)
 
-    def directory(self, host: int, name: str, refuse: Refuse) -> tuple[str, int]:
+    def directory(self, host: int, name: str, look: Look, refuse: Refuse) -> tuple[str, int]:
         """(path, index of its ghost or -1) of a process's directory of this name."""
-        return self._find(host, name, f"has as its {name}", refuse)
+        return self._find(host, look, name, f"has as its {name}", refuse)
 
-    def root_of(self, host: int, refuse: Refuse) -> str:
-        info = os.stat(f"/proc/{host}/root")
-        if (info.st_dev, info.st_ino) == (self._root.st_dev, self._root.st_ino):
+    def root_of(self, host: int, look: Look, refuse: Refuse) -> str:
+        info = look.answers.facts("root facts")
+        if (info.device, info.inode) == (self._root.st_dev, self._root.st_ino):
             return "/"
-        path, ghost = self.directory(host, "root", refuse)
+        path, ghost = self.directory(host, "root", look, refuse)
         if ghost >= 0:
             raise refuse("has as its root a deleted directory", "file")
         return path
 
-    def _find(self, host: int, link: str, verb: str, refuse: Refuse) -> tuple[str, int]:
+    def _find(self, host: int, look: Look, link: str, verb: str, refuse: Refuse) -> tuple[str, int]:
+        path, info = look.answers.text(link), look.answers.facts(f"{link} facts")
+        key = (path, info.device, info.inode)
+        known = self._facts.get(path)
+        if known is not None:
+            it = Facts.unpack(known)
+            if (it.device or self._root.st_dev, it.inode) == (info.device, info.inode):
+                return path, -1
         magic = f"/proc/{host}/{link}"
-        path, info = os.readlink(magic), os.stat(magic)
-        key = (path, info.st_dev, info.st_ino)
         if key not in self._found:
             try:
-                files.check_name(self.root_fd, path, info)
+                files.check_name(self.root_fd, path, os.stat(magic))
                 self._found[key] = -1
             except Refused as refused:
                 said = str(refused)
@@ -81,13 +109,14 @@ class Names:
         key = (mapping.path, mapping.device, mapping.inode)
         if key not in self._named:
             info, name = self._look(mapping), mapping.path
-            if info is None or info.st_ino != mapping.inode:
+            if info is None or info.inode != mapping.inode:
                 self._ghosts[key] = self._ghost(host, mapping, refuse)
-                info, name = os.stat(_map_file(host, mapping)), name.removesuffix(DELETED)
-            elif info.st_ctime < self.born - 1:
+                info = Facts.of(os.stat(_map_file(host, mapping)))
+                name = name.removesuffix(DELETED)
+            elif info.changed < (self.born - 1) * 1e9:
                 self._pristine.add((mapping.path, mapping.inode))
             # only a file of the base that has changed since can have two versions
-            self._named[key] = info.st_ctime < self.born or not self._in_base(name)
+            self._named[key] = info.changed < self.born * 1e9 or not self._in_base(name)
         mapping = replace(mapping, ghost=self._ghosts.get(key, -1))
         # a file that was opened for writing had been copied up before it was mapped
         if not (self._named[key] or (mapping.shared and mapping.may_write)):
@@ -112,14 +141,17 @@ class Names:
         finally:
             os.close(file)
 
-    def _look(self, mapping: Mapping) -> os.stat_result | None:
+    def _look(self, mapping: Mapping) -> Facts | None:
         """What the mapping's name leads to by now."""
+        if mapping.path in self._facts:
+            known = self._facts[mapping.path]
+            return None if known is None else Facts.unpack(known)
         try:
             fd = openat2(self.root_fd, mapping.path, os.O_PATH)
         except OSError:
             return None
         try:
-            return os.fstat(fd)
+            return Facts.of(os.fstat(fd))
         finally:
             os.close(fd)
 
@@ -149,6 +181,14 @@ class Names:
         finally:
             os.close(file)
             os.close(memory_fd)
+
+
+@lru_cache(maxsize=256)
+def _questions(paths: tuple[str, ...]) -> Questions:
+    ask = Questions()
+    for path in paths:
+        ask.add(path, Kind.IN_ROOT, path, more=os.O_PATH)
+    return ask
 
 
 def _map_file(host: int, mapping: Mapping) -> str:

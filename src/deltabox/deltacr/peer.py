@@ -23,6 +23,7 @@ from ..linux import pidfd
 from .records import VARIABLES_OFFSET, Sealed, Var
 
 MAX_DESCRIPTORS = 250
+_WORD = struct.Struct("<Q")
 
 
 class ProgramFailed(Exception):
@@ -74,12 +75,14 @@ class Peer:
         """Start a program without waiting for it."""
         if len(sealed.inputs) > MAX_DESCRIPTORS:
             raise ProgramFailed(errno.EMFILE, "too many descriptors for one program")
-        content, address, size = sealed.place(slot, choose_fault(sealed.records))
+        address, size, patches = sealed.place(slot, choose_fault(sealed.records))
         memfd = os.memfd_create("deltabox", os.MFD_CLOEXEC)
         try:
             os.ftruncate(memfd, size)
+            os.pwrite(memfd, sealed.content, 0)
             memory = mmap.mmap(memfd, size)
-            memory[: len(content)] = content
+            for at, value in patches:
+                _WORD.pack_into(memory, at, value)
             numbers = array.array("i", [memfd, *(fds[name] for name in sealed.inputs)])
             self.sock.sendmsg(
                 [struct.pack("<3Q", address, size, sealed.entry)],

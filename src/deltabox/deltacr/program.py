@@ -1,8 +1,10 @@
 """Compile a capture into the program that rebuilds it.
 
-The shape, for every restore and fork (numbers are barriers over the whole tree):
+Two programs.  The first makes PID 1 and its world (boot.py) with the files open that are mapped;
+nothing in it depends on the moment of a rollback, so it may have run long before.  The second is a
+request to that PID 1.  Its shape (numbers are barriers over the whole tree):
 
-    PID 1        namespaces, mounts; opens every description once; clones the roots
+    PID 1        opens every description once; clones the roots; tells the keeper
     each process clones its children; setsid, setpgid             0  groups exist  1  all joined
                  memory, descriptors, directories; children that are dead or stopped are waited for
                  handlers, limits, identity; threads; credentials, rseq  2  ready
@@ -22,8 +24,8 @@ from collections.abc import Sequence as Items
 from ..errors import UnsupportedState
 from ..linux import namespace as ns
 from ..linux import numbers as nr
-from . import boot, frame, kinds, memory
-from .boot import World
+from . import boot, frame, kinds, memory, reports
+from .boot import First, World
 from .model import Capture, Process, Thread
 from .objects import (
     attributes,
@@ -41,17 +43,16 @@ from .objects import (
     timers,
 )
 from .rebuild import Entry, Rebuild, nothing
-from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence, Var
+from .records import BARRIERS, FRAMES, Program, Ref, Sealed, Sequence
 from .stash import Stash
 from .topology import Task, arrange, everyone
 
-_GROUPS_EXIST, _JOINED, _READY, _GO, _CLONED, _LOCAL = range(6)
+_GROUPS_EXIST, _JOINED, _READY, _GO, _LOCAL = range(5)
 _PR_SET_NAME = 15
 _ARCH_SET_GS, _ARCH_SET_FS = 0x1001, 0x1002
 _P_PID, _WSTOPPED, _WEXITED, _WNOWAIT = 1, 2, 4, 0x01000000
 _WALL = 0x40000000
 _MADV_DONTFORK, _MADV_DOFORK = 10, 11
-_BIG = 2 << 20
 _O_CLOEXEC, _O_PATH = 0o2000000, 0o10000000
 _F_SETSIG, _F_SETOWN_EX, _O_ASYNC = 10, 15, 0o20000
 
@@ -63,9 +64,14 @@ def external_inputs(capture: Capture) -> list[str]:
 
 def compile_program(
     capture: Capture, stash: Stash, *, network: str, limits: Items[tuple[int, int]]
-) -> tuple[Sealed, Var]:
-    """(the program, the variable that will hold PID 1's host pid)."""
+) -> tuple[Sealed, First]:
+    """(the program that rebuilds the tree, the one that makes its PID 1)."""
     return _Compiler(capture, stash, network, limits).build()
+
+
+def _announced(path: str | int) -> bool:
+    """Whether the keeper may still write it, between PID 1's start and the restore."""
+    return isinstance(path, str) and path.startswith(("/etc/", "/run/", "/var/lib/"))
 
 
 class _Compiler:
@@ -83,14 +89,14 @@ class _Compiler:
         self.limits = limits
         self.slack = attributes.Slack(capture.processes)
         self.keys = external_inputs(capture)
-        self.program = Program(*boot.FIRST_INPUTS, *self.keys, *(s.holder for s in capture.shared))
+        self.program = Program(*self.keys, *(s.holder for s in capture.shared))
         self.world = World(capture.hostname, capture.domainname, network)
         self.root = arrange(capture)
         self.tasks = everyone(self.root)
         numbers = [d.number for p in capture.processes for d in p.descriptors]
         numbers += [epoll.highest(d) for d in capture.descriptions if d.kind == "epoll"]
         highest = max(numbers, default=2)
-        self.init = self.program.sequence("PID 1")
+        self.init = self.program.root
         self.rebuild = Rebuild(
             self.program, self.init, capture, max(highest + 1, 64 + len(self.program.inputs))
         )
@@ -100,25 +106,26 @@ class _Compiler:
         self.zero_time = self.program.data(bytes(16))
         self.child_signal = self.program.data(struct.pack("<Q", 1 << (boot.SIGCHLD - 1)))
 
-    def build(self) -> tuple[Sealed, Var]:
+    def build(self) -> tuple[Sealed, First]:
         program, init = self.program, self.init
-        pid = boot.first_process(program, init, self.world)
-        boot.settle(program, init, self.world)
+        mapped = self._mapped()
+        first = boot.first(
+            self.world, lambda made, do: self._open_mapped(made, do, mapped, announced=False)
+        )
         shared_memory.make(self.rebuild)
         mqueues.restore(self.rebuild, self.capture.queues)
         self._descriptions("open")
-        self._open_mapped(init)
+        self._open_mapped(program, init, mapped, announced=True)
         self.files |= ghosts.restore(self.rebuild)
         self._descriptions("link")
         locks.restore(self.rebuild)
         self._check_room()
         self._clone_all(init, self.root)
+        # What a clone inherits is a property of the memory that all restores of this template
+        # share: the keeper lets the next one begin when this one says so.
+        init.call(nr.WRITE, boot.REQUESTS, program.data(bytes(8)), 8, what="tell of the clones")
         everybody = len(self.tasks) + 1
         init.barrier(_GROUPS_EXIST, everybody)
-        # The door answers only now and serves one program at a time: what a clone inherits is a
-        # property of the memory that all restores of this template share.
-        init.barrier(_CLONED, 2)
-        program.root.barrier(_CLONED, 2)
         init.barrier(_JOINED, everybody)
         for stand_in in self.root.stand_ins:
             init.call(nr.WAIT4, stand_in.pid, 0, _WALL, 0, what="reap a stand-in")
@@ -133,15 +140,15 @@ class _Compiler:
         if not clocks:
             self._close_all()
         self._set_last_pid(init)
-        signal_fd = boot.answer_ready(program, init)
+        boot.answer(program, init)
         buffer = program.data(bytes(8))
-        init.call(nr.READ, program.inputs["requests"], buffer, 8, what="wait for the release")
+        init.call(nr.READ, boot.REQUESTS, buffer, 8, what="wait for the release")
         if clocks:
             self._descriptions("start")
             self._close_all()
         init.barrier(_GO, self.running + 1)
-        boot.serve_for_ever(program, init, signal_fd)
-        return program.seal(), pid
+        boot.serve_for_ever(init)
+        return program.seal(), first
 
     # -- PID 1 --------------------------------------------------------------------------------
 
@@ -165,9 +172,7 @@ class _Compiler:
 
     def _close_all(self) -> None:
         """PID 1 itself keeps nothing of what the processes have open."""
-        self.init.call(nr.CLOSE_RANGE, self.rebuild.base, (1 << 32) - 1, 0)
-        for key in (*self.keys, *(s.holder for s in self.capture.shared)):
-            self.init.call(nr.CLOSE, self.program.inputs[key])
+        self.init.call(nr.CLOSE_RANGE, boot.OWN, (1 << 32) - 1, 0)
 
     def _owners(self) -> None:
         """Whom descriptions send signals to; every pid exists by now."""
@@ -185,8 +190,11 @@ class _Compiler:
                 flags = description.flags & ~3 | _O_ASYNC
                 self.init.call(nr.FCNTL, number, 4, flags, what="O_ASYNC")
 
-    def _open_mapped(self, init: Sequence) -> None:
-        """Files that are mapped or executed: every process finds them open."""
+    def _mapped(self) -> list[tuple[str, int, int]]:
+        """Files that are mapped or executed, with flags and a number: every process finds them
+        open.
+        """
+        found: dict[tuple[str, int], int] = {}
         for process in self.capture.processes:
             wanted = [
                 (m.path, memory.open_mode(m))
@@ -195,16 +203,29 @@ class _Compiler:
             ]
             if process.layout is not None and process.layout.ghost < 0:
                 wanted.append((process.layout.exe, 0))
-            for path, mode in wanted:
-                if (path, mode) in self.files:
-                    continue
-                name = self.program.text(os.fsencode(path))
-                opened, number = self.rebuild.opened, self.rebuild.reserve()
-                init.call(
-                    nr.OPENAT, -100, name, mode | _O_CLOEXEC, save=opened, what=f"open {path}"
-                )
-                self.rebuild.place(number)
-                self.files[path, mode] = number
+            for key in wanted:
+                if key not in found:
+                    found[key] = self.rebuild.reserve()
+        self.files.update(found.items())
+        return [(path, mode, number) for (path, mode), number in found.items()]
+
+    def _open_mapped(
+        self,
+        program: Program,
+        do: Sequence,
+        mapped: Items[tuple[str, int, int]],
+        *,
+        announced: bool,
+    ) -> None:
+        """Open those that the keeper may still write, or all others."""
+        opened = program.variable()
+        for path, mode, number in mapped:
+            if _announced(path) == announced:
+                name = program.text(os.fsencode(path))
+                flags = mode | _O_CLOEXEC
+                do.call(nr.OPENAT, -100, name, flags, save=opened, what=f"open {path}")
+                do.call(nr.DUP3, opened, number, _O_CLOEXEC)
+                do.call(nr.CLOSE, opened)
 
     def _check_room(self) -> None:
         number = self.rebuild.numbers + max(
@@ -248,8 +269,9 @@ class _Compiler:
         self._process(body, task)
 
     def _clone_all(self, do: Sequence, task: Task) -> None:
+        carried = self._carried(do, task)
         for child in task.before:
-            self._carry(do, child)
+            self._carry(do, child, carried)
             self._clone(do, child)
         if task.leads_session:
             do.call(nr.SETSID, what="setsid")
@@ -260,31 +282,45 @@ class _Compiler:
             silent = child.process is None or (
                 child.process.ppid != task.pid and task is not self.root
             )
-            self._carry(do, child)
+            self._carry(do, child, carried)
             self._clone(do, child, 0 if silent else None)
         for helper_pid, orphan in task.orphans:
+            self._carry(do, orphan, carried)
             self._clone_orphan(do, helper_pid, orphan)
         self.slack.after_clones(do)
 
-    def _carry(self, do: Sequence, child: Task) -> None:
-        """Let a clone inherit only the big parts of the stash that it or its children need.
+    def _carried(self, do: Sequence, task: Task) -> set[int]:
+        """Whose parts of the stash the clones of a task inherit, to begin with.
 
-        Copying page tables is most of what a clone costs. Every part is set one way or the other
-        before every clone, so nothing depends on how an earlier program ended.
+        Everybody has what was carried to him. PID 1 shares the template's memory, where an earlier
+        program may have ended half-way, so it puts everything aside first.
         """
-        wanted = {child.pid, *(t.pid for t in everyone(child))}
-        for pid, ranges in self.extents.items():
-            if self.sizes[pid] >= _BIG:
-                advice = _MADV_DOFORK if pid in wanted else _MADV_DONTFORK
-                for low, high in ranges:
-                    # ENOMEM only says that there are holes in between
-                    do.call(nr.MADVISE, low, high - low, advice, may_fail=True)
+        if task is not self.root:
+            return {task.pid, *(t.pid for t in everyone(task))} & self.extents.keys()
+        for ranges in self.extents.values():
+            self._advise(do, ranges, _MADV_DONTFORK)
+        return set()
+
+    def _carry(self, do: Sequence, child: Task, carried: set[int]) -> None:
+        """Let a clone inherit only the parts of the stash that it or its children need.
+
+        Copying page tables is most of what a clone costs.
+        """
+        wanted = {child.pid, *(t.pid for t in everyone(child))} & self.extents.keys()
+        for pid in sorted(wanted ^ carried):
+            self._advise(do, self.extents[pid], _MADV_DOFORK if pid in wanted else _MADV_DONTFORK)
+        carried.clear()
+        carried |= wanted
+
+    def _advise(self, do: Sequence, ranges: Items[tuple[int, int]], advice: int) -> None:
+        for low, high in ranges:
+            # ENOMEM only says that there are holes in between
+            do.call(nr.MADVISE, low, high - low, advice, may_fail=True)
 
     def _clone_orphan(self, do: Sequence, helper_pid: int, orphan: Task) -> None:
         program = self.program
         helper = program.sequence(f"helper {helper_pid}")
         arguments = program.clone_args(flags=0, pid=helper_pid, stack=program.stack())
-        self._carry(do, orphan)
         do.clone(arguments, helper)
         self._clone(helper, orphan)
         helper.call(nr.EXIT, 0)
@@ -339,6 +375,7 @@ class _Compiler:
         layout = process.layout
         exe = layout.ghost if layout.ghost >= 0 else layout.exe
         memory.layout(program, do, process, self.files[exe, 0])
+        reports.send_watcher(self.rebuild, do, process)
         self._directory(do, process)
         self._descriptors(do, process)
         self._await_children(do, process)

@@ -39,6 +39,7 @@ class Rebuild:
         self.init = init  # what PID 1 does
         self.capture = capture
         self.base = base
+        self.control = Ref(0)  # what belongs to the last message with ancillary data
         self.notes: dict[str, Any] = {}  # what a kind hands from one step to the next
         self.opened = program.variable()  # what the last record of PID 1's has opened
         self._next = base + len(capture.descriptions)
@@ -105,7 +106,8 @@ class Rebuild:
         if name:
             program.pointer(header, program.data(name))
         if control:
-            program.pointer(header + 32, program.data(control))
+            self.control = program.data(control)
+            program.pointer(header + 32, self.control)
         return header
 
 

@@ -26,8 +26,11 @@ STACKS = OURS + 0x20_0000
 STACKS_SIZE = 0x1_0000
 FRAMES = OURS + 0x4000_0000
 CONTROL = OURS + 0x8000_0000
-SLOT = 0x400_0000  # 64 MiB of addresses for each control memory
-SLOTS = 1024
+SLOT = 0x200_0000  # 32 MiB of addresses for each control memory
+SLOTS = 2048
+# A live tree's PID 1 runs the restore in the tree's slot, its own set-up and later requests in
+# those so much further up.
+WORLD_SLOT, REQUEST_SLOT = 512, 1024
 STASH = OURS + 0x100_0000_0000
 PLACES = 0x4D00_0000_0000  # memory that clones share with PID 1 for a moment, by slot
 PLACE = 0x2_0000_0000  # 8 GiB for each
@@ -58,6 +61,7 @@ class Op(IntEnum):
     LOAD = 10
     MERGE = 11
     EXPECT = 12
+    PULL = 13
 
 
 SCRATCH = 65536
@@ -192,6 +196,21 @@ class Sequence:
             number=copied.index,
             what=what,
         )
+
+    def pull(
+        self,
+        source: Argument,
+        remote: bytes,
+        local: bytes,
+        count: int,
+        total: int,
+        *,
+        is_file: bool,
+        what: str,
+    ) -> None:
+        """Read lists of ranges (struct iovec) of a process (a pid), or of its memory file."""
+        here, there = self.program.data(local), self.program.data(remote)
+        self._add(Op.PULL, source, there, here, count, total, int(is_file), what=what)
 
     def expect(self, value: Var, wanted: int, *, what: str = "") -> None:
         """Fail unless a call's result was this: a write or a wait that did less is an error."""
@@ -381,17 +400,15 @@ class Sealed:
                 return f"{label}: record {index}" + (f" ({whats[index]})" if whats[index] else "")
         return f"record at {where}"
 
-    def place(self, slot: int, budget: int = 0) -> tuple[bytearray, int, int]:
-        """(control memory, its address, its size) for one run in the given slot."""
+    def place(self, slot: int, budget: int = 0) -> tuple[int, int, list[tuple[int, int]]]:
+        """For one run in the given slot: the control memory's address, its size, and the 64-bit
+        words, by offset, in which it differs from `content`.
+        """
         # A page of nothing on either side keeps `below` and `above` from ever being zero.
         address = CONTROL + slot * SLOT + 4096
         size = (len(self.content) + 4095) & ~4095
-        memory = bytearray(self.content)
         values = (address - CONTROL, address + size, OURS_END - address - size, size)
-        for index, value in zip(self.slot_variables, values, strict=True):
-            struct.pack_into("<Q", memory, VARIABLES_OFFSET + 8 * index, value)
-        for index, offset in self.places:
-            where = PLACES + slot * PLACE + offset
-            struct.pack_into("<Q", memory, VARIABLES_OFFSET + 8 * index, where)
-        struct.pack_into("<q", memory, BUDGET_OFFSET, budget)
-        return memory, address, size
+        words = list(zip(self.slot_variables, values, strict=True))
+        words += [(index, PLACES + slot * PLACE + offset) for index, offset in self.places]
+        patches = [(VARIABLES_OFFSET + 8 * index, value) for index, value in words]
+        return address, size, [*patches, (BUDGET_OFFSET, budget)]

@@ -9,9 +9,9 @@ it through a root of its own which shows the base alone.  Pages written in a map
 file are copied over a fresh mapping of it, opened by name in the rebuilt root: neither later edits
 by the live tree nor the old overlay can show through.
 
-What a checkpoint costs.  A template is a fork of the one before it, so it shares all its pages.
-Every page of the tree is read and compared, and only those that differ are written: memory grows
-with the change.  (That the reading, too, follows the change is a later issue.)
+What a checkpoint costs.  A template is a fork of the one before it, so it shares all its pages,
+and only those that may have changed since (space.py) are read: time and memory grow with the
+change.
 
 Rejected: keeping all file mappings in the template (those of changed files would pin the old
 overlay and read through to the live tree's edits), and final addresses in the template (two Debian
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
+from ..linux.bulk import Regions, Row, translate
 from ..linux.openat2 import openat2
 from .model import Capture, Mapping, Process
 from .records import (
@@ -82,6 +83,7 @@ class Stash:
     held: dict[tuple[int, int], Held] = field(default_factory=dict)
     windows: dict[tuple[int, int], list[Window]] = field(default_factory=dict)  # by pid and GiB
     next: int = STASH
+    _of: dict[int, dict[int, Held]] = field(default_factory=dict)
 
     def shift_for(
         self, pid: int, mapping: Mapping, *, avoid: int | None, prefer: int | None, alone: bool
@@ -122,6 +124,13 @@ class Stash:
             low, high = ranges.get(held.shift, (held.address, 0))
             ranges[held.shift] = (min(low, held.address), max(high, held.address + held.size))
         return {pid: list(ranges.values()) for pid, ranges in found.items()}
+
+    def of(self, pid: int) -> dict[int, Held]:
+        """What is held of one process, by the start of each mapping."""
+        if not self._of:
+            for (owner, start), held in self.held.items():
+                self._of.setdefault(owner, {})[start] = held
+        return self._of.get(pid, {})
 
     def sizes(self) -> dict[int, int]:
         """Bytes held for each process."""
@@ -176,6 +185,15 @@ def plan(capture: Capture, base: Stash | None) -> Stash:
     return stash
 
 
+@dataclass(frozen=True)
+class Changes:
+    """What may have changed in one process since the template's base, and all that it has."""
+
+    pages: Regions
+    present: Regions
+    compare: bool = False  # some of `pages` may be as they were: compare before writing
+
+
 @dataclass
 class Feeding:
     """The template's own program, what it needs, and how to tell that all was read."""
@@ -183,16 +201,21 @@ class Feeding:
     program: Program
     fds: dict[str, int]
     copied: Var  # pages that were merged
-    fresh: int = 0  # bytes that were read without comparing
-    checks: list[tuple[Var, int]] = field(default_factory=list)
+    pulled: int = 0  # bytes that were read without comparing
 
 
-def feed(capture: Capture, stash: Stash, base: Stash | None, reference: int) -> Feeding:
+def feed(
+    capture: Capture,
+    stash: Stash,
+    base: Stash | None,
+    reference: int,
+    changes: dict[int, Changes],
+) -> Feeding:
     """Make a template that holds `base` hold `stash`, reading from the stopped processes.
 
-    Pages of mappings that it holds already are compared and copied only when they differ.
-    process_vm_readv(2) respects PROT_NONE, so such pages come through /proc/PID/mem instead.
-    `reference` is a root that shows the base as it is, for mappings of its files.
+    `changes` are by pid. process_vm_readv(2) respects PROT_NONE, so such pages come through
+    /proc/PID/mem instead. `reference` is a root that shows the base as it is, for mappings of its
+    files.
     """
     names = dict.fromkeys(
         held.file[0]
@@ -201,63 +224,124 @@ def feed(capture: Capture, stash: Stash, base: Stash | None, reference: int) -> 
     )
     hidden = {p.pid: p for p in capture.processes for m in p.mappings if m.pages and not m.prot & 1}
     program = Program(*(f"mem{pid}" for pid in hidden), *names)
-    fds = {
-        f"mem{pid}": os.open(f"/proc/{p.host_pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-        for pid, p in hidden.items()
-    }
-    fds |= {path: openat2(reference, path, os.O_RDONLY) for path in names}
-    feeding = Feeding(program, fds, program.variable())
+    fds: dict[str, int] = {}
+    try:
+        for pid, process in hidden.items():
+            fds[f"mem{pid}"] = os.open(f"/proc/{process.host_pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+        for path in names:
+            fds[path] = openat2(reference, path, os.O_RDONLY)
+        feeding = Feeding(program, fds, program.variable())
+        old = base.held if base else {}
+        if base:
+            _shrink(program, old, stash)
+        for process in capture.processes:
+            _feed_process(feeding, process, stash, old, changes.get(process.pid))
+    except BaseException:
+        for fd in fds.values():
+            os.close(fd)
+        raise
+    return feeding
+
+
+def _shrink(program: Program, old: dict[tuple[int, int], Held], stash: Stash) -> None:
+    """Drop what the template holds and the tree no longer has."""
     do = program.root
-    old = base.held if base else {}
-    if base:
-        # what it inherited of the control memories of trees restored from its origin
-        do.call(nr.MUNMAP, CONTROL + SLOT, (SLOTS - 1) * SLOT)
-        do.call(nr.MUNMAP, PLACES, OURS_END - PLACES)
+    # what it inherited of the control memories of trees restored from its origin
+    do.call(nr.MUNMAP, CONTROL + SLOT, (SLOTS - 1) * SLOT)
+    do.call(nr.MUNMAP, PLACES, OURS_END - PLACES)
     for key, was in old.items():
         now = stash.held.get(key)
         kept = now is not None and now.same_place(was)
         keep = min(was.size, now.size) if kept and now is not None else 0
         if keep < was.size:
             do.call(nr.MUNMAP, was.address + keep, was.size - keep, what="unmap stash")
-        if kept and now is not None:
+        if kept and now is not None and was.pages is not now.pages:
             for low, high in _without(was.pages, now.pages):
                 if low + was.shift < was.address + keep:
                     size = min(high + was.shift, was.address + keep) - low - was.shift
                     do.call(nr.MADVISE, low + was.shift, size, _MADV_DONTNEED, what="drop pages")
-    scratch = program.data(bytes(SCRATCH), 4096)
-    reader = _Reader(feeding)
-    for process in capture.processes:
-        for mapping in process.mappings:
-            now = stash.held.get((process.pid, mapping.start))
-            if now is None:
-                continue
-            was_held = old.get((process.pid, mapping.start))
-            known = 0
-            if was_held and was_held.same_place(now):
-                known = min(was_held.size, now.size)
-            if known < now.size:
-                _reserve(program, now, known)
-            border = mapping.start + known
-            for low, high in mapping.pages:
-                if low < border:
-                    size = min(high, border) - low
-                    source = program.inputs.get(f"mem{process.pid}")
-                    is_file = not mapping.prot & 1
-                    do.merge(
-                        source if is_file and source is not None else process.host_pid,
-                        low,
-                        low + now.shift,
-                        size,
-                        scratch=scratch,
-                        is_file=is_file,
-                        copied=feeding.copied,
-                        what=f"read the memory of pid {process.pid}",
-                    )
-                if high > border:
-                    first = max(low, border)
-                    reader.add(process, mapping, first, first + now.shift, high - first)
-    reader.flush()
-    return feeding
+
+
+def _feed_process(
+    feeding: Feeding,
+    process: Process,
+    stash: Stash,
+    old: dict[tuple[int, int], Held],
+    changes: Changes | None,
+) -> None:
+    known: list[Row] = []  # where the template has a copy, and where it has none yet
+    fresh: list[Row] = []
+    hidden_known: list[Row] = []
+    hidden_fresh: list[Row] = []
+    for mapping in process.mappings:
+        now = stash.held.get((process.pid, mapping.start))
+        if now is None:
+            continue
+        was = old.get((process.pid, mapping.start))
+        has = min(was.size, now.size) if was and was.same_place(now) else 0
+        if has < now.size:
+            _reserve(feeding.program, now, has)
+        border = mapping.start + has
+        readable = bool(mapping.prot & 1)
+        if has:
+            (known if readable else hidden_known).append((mapping.start, border, now.shift))
+        if border < mapping.end:
+            (fresh if readable else hidden_fresh).append((border, mapping.end, now.shift))
+    if changes is None:
+        return
+    if changes.compare:
+        _merge(feeding, process, known, changes.pages, is_file=False)
+        _merge(feeding, process, hidden_known, changes.pages, is_file=True)
+    else:
+        _pull(feeding, process, known, changes.pages, is_file=False)
+        _pull(feeding, process, hidden_known, changes.pages, is_file=True)
+    _pull(feeding, process, fresh, changes.present, is_file=False)
+    _pull(feeding, process, hidden_fresh, changes.present, is_file=True)
+
+
+def _source(feeding: Feeding, process: Process, is_file: bool) -> Argument:
+    return feeding.program.inputs[f"mem{process.pid}"] if is_file else process.host_pid
+
+
+def _pull(
+    feeding: Feeding, process: Process, rows: list[Row], regions: Regions, *, is_file: bool
+) -> None:
+    remote, local, count, total = translate(rows, regions)
+    if not count:
+        return
+    feeding.pulled += total
+    feeding.program.root.pull(
+        _source(feeding, process, is_file),
+        remote,
+        local,
+        count,
+        total,
+        is_file=is_file,
+        what=f"read the memory of pid {process.pid}",
+    )
+
+
+def _merge(
+    feeding: Feeding, process: Process, rows: list[Row], regions: Regions, *, is_file: bool
+) -> None:
+    """Compare, and write only what differs: the rest stays shared with the base."""
+    remote, local, count, _ = translate(rows, regions)
+    program = feeding.program
+    scratch = program.data(bytes(SCRATCH), 4096) if count else None
+    for (origin, size), (target, _) in zip(
+        struct.iter_unpack("<QQ", remote), struct.iter_unpack("<QQ", local), strict=True
+    ):
+        assert scratch is not None
+        program.root.merge(
+            _source(feeding, process, is_file),
+            origin,
+            target,
+            size,
+            scratch=scratch,
+            is_file=is_file,
+            copied=feeding.copied,
+            what=f"read the memory of pid {process.pid}",
+        )
 
 
 def _reserve(program: Program, held: Held, known: int) -> None:
@@ -276,42 +360,6 @@ def _reserve(program: Program, held: Held, known: int) -> None:
         offset,
         what="reserve stash",
     )
-
-
-class _Reader:
-    """Reads fresh pages in batches of as many ranges as one call takes."""
-
-    def __init__(self, feeding: Feeding) -> None:
-        self._feeding = feeding
-        self._process: Process | None = None
-        self._ranges: list[tuple[int, int, int]] = []
-
-    def add(self, process: Process, mapping: Mapping, origin: int, to: int, size: int) -> None:
-        feeding = self._feeding
-        feeding.fresh += size
-        if not mapping.prot & 1:
-            result = feeding.program.variable()
-            feeding.program.root.call(  # pread64
-                17,
-                feeding.program.inputs[f"mem{process.pid}"],
-                to,
-                size,
-                origin,
-                save=result,
-                what=f"read protected memory of pid {process.pid}",
-            )
-            feeding.checks.append((result, size))
-            return
-        if process is not self._process or len(self._ranges) == _IOV_MAX:
-            self.flush()
-            self._process = process
-        self._ranges.append((origin, to, size))
-
-    def flush(self) -> None:
-        if self._ranges and self._process is not None:
-            feeding = self._feeding
-            _read_ranges(feeding.program, self._process.host_pid, self._ranges, feeding.checks)
-            self._ranges.clear()
 
 
 def _read_ranges(

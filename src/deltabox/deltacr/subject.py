@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedState
 from ..linux import pidfd, proc
+from ..linux.ask import Descriptor
 
 if TYPE_CHECKING:
     from .descriptors import DescriptorTable
@@ -52,6 +53,12 @@ class Subject:
             table,
             refuse,
         )
+
+    @classmethod
+    def seen(cls, host: int, found: Descriptor, table: DescriptorTable, refuse: Refuse) -> Subject:
+        """One that has been looked at with the rest of its process."""
+        link, info = (raw.decode(errors="surrogateescape") for raw in (found.link, found.info))
+        return cls(host, found.number, link, info, table, refuse)
 
     @property
     def path(self) -> str:

@@ -15,9 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..linux import numbers as nr
+from .boot import First
 from .model import Capture
 from .peer import Peer, PeerGone, ProgramFailed, end_task
-from .records import OURS_END, SLOTS, STASH, Program, Sealed, Var
+from .records import OURS_END, STASH, WORLD_SLOT, Program, Sealed
+from .space import Known
 from .stash import Stash
 
 _FIRST_SLOT = 1  # slot 0 is the template's own
@@ -44,10 +46,11 @@ class Template:
         self.on_size: Callable[[], None] = lambda: None
         self.stats = Stats()
         self.sealed: Sealed | None = None
-        self.pid: Var | None = None
+        self.first: First | None = None  # makes the PID 1 that `sealed` is run by
         self.stash: Stash | None = None  # what it holds, and where
         self.depth = 0  # generations of forks since the last full copy
         self.capture: Capture | None = None
+        self.known: dict[int, Known] = {}  # of each process's memory, by pid
         self.shared: list[int] = []  # files with the contents of shared memory
         self.externals: list[str] = []  # keys of the pipes a restore must bring
         self.on_close: Callable[[], None] = lambda: None
@@ -55,7 +58,8 @@ class Template:
         self._door_task = door_task
         self._lock = threading.Lock()
         self.life = threading.RLock()  # held while it is closed, or another is forked from it
-        self._slots = set(range(_FIRST_SLOT, SLOTS // 2))
+        self.cloning = threading.Lock()  # held while somebody decides what its clones inherit
+        self._slots = set(range(_FIRST_SLOT, WORLD_SLOT))
         self._closed = False
 
     def resize(self, size: int) -> None:

@@ -74,7 +74,7 @@ _MOUNT = [
     "syncfs",
 ]
 _PACKAGES = ("deltabox.linux.", "deltabox.deltacr.", "deltabox.deltafs.", "deltabox.keeper.")
-_COUNTED_THREADS = ("connection", "fork")
+_COUNTED_THREADS = ("connection", "fork", "beside")
 
 
 class Faults:
@@ -95,9 +95,7 @@ class Faults:
 
     def call(self, name: str) -> None:
         """A counted call is about to be made."""
-        if self._calls_left <= 0 or not threading.current_thread().name.startswith(
-            _COUNTED_THREADS
-        ):
+        if self._calls_left <= 0 or not _counted():
             return
         with self._lock:
             if self._calls_left <= 0:
@@ -110,6 +108,8 @@ class Faults:
 
     def records(self, count: int) -> int:
         """A program with `count` records is about to run: which of them shall fail, 0 for none."""
+        if self._records_left <= 0 or not _counted():
+            return 0
         with self._lock:
             if self._records_left <= 0:
                 return 0
@@ -144,6 +144,10 @@ class Faults:
             return real(*arguments, **keywords)
 
         return call
+
+
+def _counted() -> bool:
+    return threading.current_thread().name.startswith(_COUNTED_THREADS)
 
 
 class _StandIn(ModuleType):

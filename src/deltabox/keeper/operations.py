@@ -72,7 +72,6 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[T
             with box.changed:
                 saved = box.save()
                 snapshots.append(tree.image.snapshot(box.layer))
-                attic.belong(snapshots[0])
                 return saved
 
         template = None
@@ -85,6 +84,7 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[T
                     )
                 finally:
                     box.let_go()
+            attic.belong(snapshots[0])
             budget.check(trees, extra=template.memory_bytes)
         except BaseException as error:
             attic.discard()
@@ -145,6 +145,7 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
         box.head = node.number
         box.let_go()
         tree.background.submit(tree.stock, node)
+        tree.background.submit(tree.engine.look_ahead, new.live)
         tree.background.submit(tree.engine.prepare, new.live)
         tree.background.submit(_dispose, box, old_live, old_layer, old_handles)
         tree.background.submit(tree.engine.refill)

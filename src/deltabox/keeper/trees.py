@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ..deltacr.network import resolver
 from ..deltafs import find, root
 from ..deltafs.image import Image
 from ..deltafs.layers import Layer, Snapshot
-from ..errors import RollbackError, UnknownCheckpoint
+from ..errors import DeltaBoxError, RollbackError, UnknownCheckpoint
 from . import identity
 from .background import Background
 from .box import Box, Saved
@@ -53,6 +53,7 @@ class Spare:
 
     layer: Layer
     mount: int
+    world: Live | None = None  # a first process that has it for its root
 
 
 @dataclass
@@ -324,7 +325,20 @@ class Tree:
             raise
         return Spare(layer, mount)
 
+    def _furnished(self, node: Node, spare: Spare) -> Spare:
+        """The spare with a first process in it; as it is when none can be made."""
+        try:
+            world = self.engine.open_world(node.template, root_mount=spare.mount)
+        except (OSError, DeltaBoxError) as error:
+            # its mount may have been moved into what failed
+            log.info("%s: no process was made ahead: %s", self.name, error)
+            self.discard_spare(spare)
+            return self.make_spare(node)
+        return replace(spare, world=world)
+
     def discard_spare(self, spare: Spare) -> None:
+        if spare.world is not None:
+            spare.world.end()
         os.close(spare.mount)
         self.image.delete(spare.layer)
 
@@ -333,7 +347,7 @@ class Tree:
         with node.spare_lock:
             if node.spare is not None or node.deleted:
                 return
-            node.spare = self.make_spare(node)
+            node.spare = self._furnished(node, self.make_spare(node))
         with self.lock:
             self._spare_order = [n for n in self._spare_order if n is not node and n.spare]
             self._spare_order.append(node)
@@ -351,6 +365,10 @@ class Tree:
         """The checkpoint's spare, made now if there is none."""
         with node.spare_lock:
             spare, node.spare = node.spare, None
+        if spare is not None and spare.world is not None and not spare.world.alive:
+            log.info("%s: a process made ahead has died", self.name)
+            self.discard_spare(spare)
+            spare = None
         return spare if spare is not None else self.make_spare(node)
 
     def revive(self, box: Box, node: Node) -> Revived:
@@ -373,6 +391,7 @@ class Tree:
                     node.template,
                     root_mount=spare.mount,
                     externals=externals,
+                    world=spare.world,
                 )
             finally:
                 for fd in externals.values():

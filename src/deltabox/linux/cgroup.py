@@ -78,6 +78,15 @@ def remove(path: Path, timeout: float = 5.0) -> None:
                 time.sleep(0.002)  # exiting tasks leave the group a moment after they are reaped
 
 
+def freeze(path: Path, frozen: bool) -> None:
+    """Freeze a v2 group, or thaw it; `wait_event` tells when everybody in it has stopped."""
+    fd = os.open(path / "cgroup.freeze", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, b"1" if frozen else b"0")
+    finally:
+        os.close(fd)
+
+
 def wait_event(path: Path, wanted: bytes, timeout: float) -> bool:
     """Wait until cgroup.events of a v2 group has the line `wanted`; False after `timeout` s."""
     events = os.open(path / "cgroup.events", os.O_RDONLY | os.O_CLOEXEC)

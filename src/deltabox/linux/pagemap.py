@@ -19,6 +19,8 @@ from functools import lru_cache
 PAGE = 4096
 PAGEMAP_SCAN = 0xC0606610
 
+PAGE_IS_WPALLOWED = 1 << 0
+PAGE_IS_WRITTEN = 1 << 1
 PAGE_IS_FILE = 1 << 2
 PAGE_IS_PRESENT = 1 << 3
 PAGE_IS_SWAPPED = 1 << 4
@@ -34,7 +36,7 @@ Ranges = list[tuple[int, int]]
 
 
 @lru_cache(maxsize=1)
-def _guards() -> int:
+def guards() -> int:
     """PAGE_IS_GUARD where the kernel has that category (Linux 6.15), else 0."""
     with mmap.mmap(-1, PAGE) as page, open("/proc/self/pagemap", "rb") as file:
         start = ctypes.addressof(ctypes.c_char.from_buffer(page))
@@ -53,7 +55,7 @@ def private_pages(fd: int, start: int, end: int) -> tuple[Ranges, Ranges]:
     """
     ranges: Ranges = []
     guarded: Ranges = []
-    guard = _guards()
+    guard = guards()
     vector = ctypes.create_string_buffer(_REGIONS * _REGION.size)
     position = start
     while position < end:

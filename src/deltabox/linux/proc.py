@@ -66,48 +66,74 @@ def read(path: str) -> bytes:
 
 
 def stat(pid: int, tid: int | None = None) -> Stat:
-    path = f"/proc/{pid}/stat" if tid is None else f"/proc/{pid}/task/{tid}/stat"
-    text = read(path).decode(errors="surrogateescape")
+    return parse_stat(read(f"/proc/{pid}/stat" if tid is None else f"/proc/{pid}/task/{tid}/stat"))
+
+
+def parse_stat(raw: bytes) -> Stat:
+    text = raw.decode(errors="surrogateescape")
     opened, closed = text.index("("), text.rindex(")")
     f = text[closed + 2 :].split()
-    number = [0, 0, 0, *(int(v) for v in f[1:])]  # number[i] is field (i + 1) of proc(5)
     return Stat(
         comm=text[opened + 1 : closed],
         state=f[0],
-        ppid=number[3],
-        pgrp=number[4],
-        session=number[5],
-        tty=number[6],
-        foreground=number[7],
-        nice=number[18],
-        threads=number[19],
-        start_time=number[21],
-        start_code=number[25],
-        end_code=number[26],
-        start_stack=number[27],
-        exit_signal=number[37],
-        start_data=number[44],
-        end_data=number[45],
-        start_brk=number[46],
-        arg_start=number[47],
-        arg_end=number[48],
-        env_start=number[49],
-        env_end=number[50],
-        exit_code=number[51],
-        rt_priority=number[39],
-        policy=number[40],
+        **{name: int(f[field - 3]) for name, field in _STAT_FIELDS.items()},
     )
 
 
-def status(pid: int, tid: int | None = None) -> dict[str, str]:
-    """/proc/PID/status as a dictionary of stripped strings."""
+# Stat's names and the fields of proc(5), which counts from 1
+_STAT_FIELDS = {
+    "ppid": 4,
+    "pgrp": 5,
+    "session": 6,
+    "tty": 7,
+    "foreground": 8,
+    "nice": 19,
+    "threads": 20,
+    "start_time": 22,
+    "start_code": 26,
+    "end_code": 27,
+    "start_stack": 28,
+    "exit_signal": 38,
+    "start_data": 45,
+    "end_data": 46,
+    "start_brk": 47,
+    "arg_start": 48,
+    "arg_end": 49,
+    "env_start": 50,
+    "env_end": 51,
+    "exit_code": 52,
+    "rt_priority": 40,
+    "policy": 41,
+}
+
+
+class Status:
+    """/proc/PID/status; a line is looked up when it is asked for."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = b"\n" + raw
+
+    def get(self, key: str, default: str = "") -> str:
+        """The stripped text behind `key:`."""
+        wanted = b"\n%s:" % key.encode()
+        at = self.raw.find(wanted)
+        if at < 0:
+            return default
+        at += len(wanted)
+        return self.raw[at : self.raw.index(b"\n", at)].decode(errors="surrogateescape").strip()
+
+    def __getitem__(self, key: str) -> str:
+        value = self.get(key, "\0")
+        if value == "\0":
+            raise KeyError(key)
+        return value
+
+
+def status(pid: int, tid: int | None = None) -> Status:
     path = f"/proc/{pid}/status" if tid is None else f"/proc/{pid}/task/{tid}/status"
-    text = read(path).decode(errors="surrogateescape")
-    found = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        found[key] = value.strip()
-    return found
+    return Status(read(path))
 
 
 def inside_pid(pid: int) -> int:

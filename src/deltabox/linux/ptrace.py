@@ -137,6 +137,10 @@ class Registers:
     def copy(self) -> Registers:
         return Registers(*(getattr(self, name) for name in _NAMES))
 
+    @classmethod
+    def unpack(cls, raw: bytes) -> Registers:
+        return cls(*_REGISTERS.unpack(raw))
+
     def pack(self) -> bytes:
         return _REGISTERS.pack(*(getattr(self, name) & _MASK for name in _NAMES))
 

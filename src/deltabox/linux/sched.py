@@ -29,6 +29,10 @@ class Scheduling:
     util_min: int
     util_max: int
 
+    @classmethod
+    def unpack(cls, raw: bytes) -> Scheduling:
+        return cls(*_ATTR.unpack(raw[: _ATTR.size])[1:])
+
     def packed(self, base: Scheduling) -> bytes:
         """What sched_setattr(2) takes to make this of a thread that is scheduled like `base`."""
         clamp = (self.util_min, self.util_max) != (base.util_min, base.util_max)

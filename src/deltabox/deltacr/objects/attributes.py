@@ -27,8 +27,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ...linux import numbers as nr
-from ...linux import proc, ptrace, sched
+from ...linux import proc, sched
 from ...linux._libc import batch, syscall
+from ..look import PROCESS_NAMESPACES, THREAD_NAMESPACES, CommonLook, Look, ThreadLook
 from ..records import Program, Sequence
 
 if TYPE_CHECKING:
@@ -131,14 +132,14 @@ def process_calls(data: int) -> list[tuple[int, ...]]:
 
 def process(
     host: int,
-    init: int,
+    look: Look,
+    common: CommonLook,
     owner: int,
-    umask: int,
     results: Items[int],
     area: bytes,
     refuse: Refuse,
 ) -> ProcessAttributes:
-    """`init` is the host pid of PID 1, whom all others began as; `owner` the uid of root inside."""
+    """`common` is PID 1's, whom all others began as; `owner` the uid of root inside."""
     limits = tuple(struct.unpack_from("<QQ", area, 16 * which) for which in _RLIMITS)
     rest = results[len(_RLIMITS) :]
     dumpable, _, thp, mdwe, merge, got_tiles, membarrier, ldt, got_cookie = rest
@@ -147,16 +148,16 @@ def process(
         raise refuse("has a local descriptor table (modify_ldt)", "ldt")
     if not got_cookie and cookie:
         raise refuse("has a core scheduling cookie (PR_SCHED_CORE)", "scheduler")
-    _check_group(host, refuse)
-    if _label(host) != _label(init):
+    _check_group(look, refuse)
+    if look.file("attr/current") != common.file("attr/current"):
         raise refuse("is confined by a security module", "security label")
     if _more_nodes() and _has_own_policies(host):
         raise refuse("has memory bound to nodes (mbind)", "mapping")
-    login = _unless(init, host, "loginuid", 10)
+    login = _unless(common, look, "loginuid", 10)
     if login is not None and login != _UNSET:
         login -= owner
     return ProcessAttributes(
-        umask=umask,
+        umask=int(look.status["Umask"], 8),
         rlimits=limits,
         dumpable=dumpable,
         subreaper=bool(subreaper & 0xFFFFFFFF),
@@ -166,8 +167,8 @@ def process(
         tiles=not got_tiles and bool(tiles >> _XFEATURE_TILE & 1),
         # a kernel that cannot tell is given all that it knows: being registered is only slower
         membarrier=membarrier if membarrier >= 0 else _membarrier_commands(),
-        oom_score_adj=_unless(init, host, "oom_score_adj", 10),
-        coredump_filter=_unless(init, host, "coredump_filter", 16),
+        oom_score_adj=_unless(common, look, "oom_score_adj", 10),
+        coredump_filter=_unless(common, look, "coredump_filter", 16),
         login=login,
     )
 
@@ -216,69 +217,45 @@ def ordinary() -> Asked:
     return asked([*results, results[1]], area)
 
 
-def thread(
-    host: int, tid: int, init: int, stat: proc.Stat, mine: Asked, refuse: Refuse
-) -> ThreadAttributes:
-    wanted, base = sched.sched_getattr(tid), sched.sched_getattr(init)
+def thread(look: ThreadLook, common: CommonLook, mine: Asked, refuse: Refuse) -> ThreadAttributes:
+    wanted, base = look.scheduling, common.scheduling
     if wanted.policy not in (sched.OTHER, sched.BATCH, sched.IDLE):
         raise refuse("has a real-time scheduling class", "scheduler")
-    cpus = os.sched_getaffinity(tid)
-    priority = sched.ioprio_get(tid)
     return ThreadAttributes(
-        comm=os.fsencode(stat.comm),
+        comm=os.fsencode(look.stat.comm),
         scheduling=None if wanted == base else wanted.packed(base),
-        affinity=None if cpus == os.sched_getaffinity(init) else _cpu_mask(cpus),
-        io_priority=None if priority == sched.ioprio_get(init) else priority,
-        personality=int(proc.read(f"/proc/{host}/task/{tid}/personality"), 16),
+        affinity=None if look.affinity == common.affinity else look.affinity,
+        io_priority=None if look.io_priority == common.io_priority else look.io_priority,
+        personality=int(look["personality"], 16),
         asked=mine,
     )
 
 
-_THREAD_NAMESPACES = ("net", "ipc", "uts", "cgroup", "pid_for_children", "time_for_children")
-
-
 def check_before_asking(
-    host: int, tids: Items[int], namespaces: dict[str, int], refuse: Refuse
+    host: int, tids: Items[int], look: Look, namespaces: dict[str, int], refuse: Refuse
 ) -> None:
     """Refuse what a call of ours would meet inside; `namespaces` are PID 1's, by inode."""
-
-    def is_common(path: str, kind: str) -> bool:
-        try:
-            return os.stat(f"/proc/{path}").st_ino == namespaces[kind]
-        except FileNotFoundError:
-            return False  # a pid namespace that nobody has been born in yet
-
-    for name in _THREAD_NAMESPACES[-2:]:
+    for name in PROCESS_NAMESPACES:
         kind = name.partition("_")[0]
-        if not is_common(f"{host}/ns/{name}", kind):
-            raise refuse(f"has a {kind} namespace of its own for its children", f"{kind} namespace")
+        if look.namespace(name) != namespaces[kind]:
+            whose = " for its children" if "_" in name else ""
+            raise refuse(f"has a {kind} namespace of its own{whose}", f"{kind} namespace")
     for tid in tids:
-        for name in _THREAD_NAMESPACES if tid != host else ():
+        for name in THREAD_NAMESPACES if tid != host else ():
             kind = name.partition("_")[0]
-            if not is_common(f"{host}/task/{tid}/ns/{name}", kind):
+            if look.namespace(name, tid) != namespaces[kind]:
                 raise refuse(f"has a thread in a {kind} namespace of its own", f"{kind} namespace")
-        if ptrace.dispatches_calls(tid):
+        if look.thread(tid).dispatches_calls:
             raise refuse(
                 "dispatches its system calls itself (PR_SET_SYSCALL_USER_DISPATCH)", "thread"
             )
 
 
-def _check_group(host: int, refuse: Refuse) -> None:
+def _check_group(look: Look, refuse: Refuse) -> None:
     """A session's share of the processor (sched(7), autogroup); setting it is rationed."""
-    try:
-        text = proc.read(f"/proc/{host}/autogroup")
-    except FileNotFoundError:
-        return
+    text = look.file("autogroup")
     if text and not text.rstrip().endswith(b"nice 0"):
         raise refuse("is in a session with a nice value of its own (autogroup)", "scheduler")
-
-
-def _label(host: int) -> bytes:
-    """What a security module has attached to a process; nothing where there is no such module."""
-    try:
-        return proc.read(f"/proc/{host}/attr/current")
-    except OSError:
-        return b""
 
 
 @lru_cache(maxsize=1)
@@ -298,18 +275,10 @@ def _membarrier_commands() -> int:
     return sum(command for command in _REGISTRATIONS if supported & command)
 
 
-def _unless(init: int, host: int, name: str, base: int) -> int | None:
+def _unless(common: CommonLook, look: Look, name: str, base: int) -> int | None:
     """A number in /proc/PID, unless it is PID 1's too."""
-    try:
-        own = proc.read(f"/proc/{host}/{name}")
-    except FileNotFoundError:
-        return None
-    return None if own == proc.read(f"/proc/{init}/{name}") else int(own, base)
-
-
-def _cpu_mask(cpus: set[int]) -> bytes:
-    value = sum(1 << cpu for cpu in cpus)
-    return value.to_bytes(max(8, (value.bit_length() + 63) // 64 * 8), "little")
+    own = look.file(name)
+    return None if own is None or own == common.file(name) else int(own, base)
 
 
 # -- and back -----------------------------------------------------------------------------------

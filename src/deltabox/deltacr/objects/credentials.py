@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 
 from ...linux import numbers as nr
+from ...linux.proc import Status
 from ..boot import CAPABILITIES
 from ..model import Credentials
 from ..records import Program, Sequence
@@ -24,7 +25,7 @@ class Refused(Exception):
     """An id that does not exist inside."""
 
 
-def capture(status: dict[str, str], owner: int, securebits: int) -> Credentials:
+def capture(status: Status, owner: int, securebits: int) -> Credentials:
     """From /proc/PID/task/TID/status as read by the keeper."""
 
     def inside(text: str) -> int:

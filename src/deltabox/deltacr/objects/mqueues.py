@@ -31,6 +31,7 @@ from ...linux import numbers as nr
 from ...linux.fsuid import file_owner
 from ...linux.mount import filesystem_type
 from ...linux.openat2 import openat2
+from ..boot import REQUESTS
 from ..model import Description
 from ..peer import insist
 from ..rebuild import Kind, Rebuild
@@ -208,7 +209,7 @@ def restore(rebuild: Rebuild, queues: Queues) -> None:
         if not queue.linked:
             _restore_unlinked(rebuild, index, queue)
     if queues.linked:
-        do, requests = rebuild.init, rebuild.program.inputs["requests"]
+        do, requests = rebuild.init, REQUESTS
         buffer = rebuild.program.data(bytes(8))
         do.call(nr.WRITE, requests, buffer, 8, what="ask for message queues")
         do.call(nr.READ, requests, buffer, 8, what="wait for message queues")

@@ -45,7 +45,6 @@ from ...linux import proc, ptrace
 from ..records import CODE, FRAMES, Program
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from collections.abc import Sequence as Items
 
     from ..model import Thread
@@ -116,13 +115,8 @@ def our_program() -> Program:
 # -- capture ------------------------------------------------------------------------------------
 
 
-def ours(init: int) -> int:
-    """How many filters everybody in the tree has from us; `init` is its PID 1."""
-    return int(proc.status(init)["Seccomp_filters"])
-
-
-def is_under(status: Mapping[str, str], ours: int) -> bool:
-    """Whether a thread, of which this is /proc/PID/status, has more than ours."""
+def is_under(status: proc.Status, ours: int) -> bool:
+    """Whether a thread, of which this is /proc/PID/status, has more than those all have from us."""
     return int(status["Seccomp"]) == STRICT or int(status["Seccomp_filters"]) != ours
 
 
@@ -137,7 +131,7 @@ def suspend(tid: int) -> None:
         ) from None
 
 
-def capture(tid: int, status: Mapping[str, str], ours: int) -> Seccomp:
+def capture(tid: int, status: proc.Status, ours: int) -> Seccomp:
     if not is_under(status, ours):
         return NONE
     mode = int(status["Seccomp"])

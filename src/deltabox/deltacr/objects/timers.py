@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 
 from ...linux import numbers as nr
-from ...linux.proc import read
 from ..model import PosixTimer, Process
 from ..records import Program, Sequence
 
@@ -34,10 +33,10 @@ def parse(buffer: bytes) -> tuple[bytes, ...]:
     return tuple(buffer[i * ITIMER_SIZE : (i + 1) * ITIMER_SIZE] for i in ITIMERS)
 
 
-def listed(host_pid: int) -> list[PosixTimer]:
-    """POSIX timers of a process, still without their settings; tids are the host's."""
+def listed(text: bytes) -> list[PosixTimer]:
+    """POSIX timers in /proc/PID/timers, still without their settings; tids are the host's."""
     timers = []
-    for found in _ENTRY.finditer(read(f"/proc/{host_pid}/timers").decode()):
+    for found in _ENTRY.finditer(text.decode()):
         identifier, signal, value, how, target, tid, clock = found.groups()
         if int(clock) < 0:
             raise Refused("a timer on the CPU time of a process or thread")

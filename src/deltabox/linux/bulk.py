@@ -1,0 +1,197 @@
+"""Many small questions to the kernel in one call: the Python side of bulk.c.
+
+The C part is loaded with ctypes, which lets other threads run meanwhile, and so it is bound to no
+Python version.  Lists of pages stay packed: a process may have hundreds of thousands of ranges,
+and nobody looks at them one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .pagemap import PAGE_IS_GUARD, PAGE_IS_WPALLOWED, guards
+
+LIBRARY = Path(__file__).with_name("_bulk")
+_ROOM = 1 << 14
+_LONGEST = 4 << 20  # bytes in one entry of an iovec
+
+library = ctypes.CDLL(str(LIBRARY), use_errno=False)
+_c = library
+for _name in ("bulk_present", "bulk_written", "bulk_unshared", "bulk_translate"):
+    getattr(_c, _name).restype = ctypes.c_long
+
+Area = tuple[int, int, bool]  # start, end, whether a file is mapped there
+
+
+class Regions:
+    """Sorted address ranges with their categories (PAGEMAP_SCAN), packed."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: array[int] | None = None) -> None:
+        self.packed: array[int] = array("Q") if packed is None else packed
+
+    @classmethod
+    def of(cls, ranges: Sequence[tuple[int, int]]) -> Regions:
+        packed = array("Q")
+        for low, high in ranges:
+            packed.extend((low, high, 0))
+        return cls(packed)
+
+    def __len__(self) -> int:
+        return len(self.packed) // 3
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        numbers = iter(self.packed)
+        return zip(numbers, numbers, numbers, strict=True)
+
+    @property
+    def size(self) -> int:
+        """Bytes in all of them."""
+        return sum(self.packed[1::3]) - sum(self.packed[0::3])
+
+    @property
+    def guarded(self) -> bool:
+        """Whether some of them are guard regions."""
+        return any(found & PAGE_IS_GUARD for found in self.packed[2::3])
+
+    def unguarded(self) -> Regions:
+        """Without guard regions."""
+        packed = array("Q")
+        for region in self:
+            if not region[2] & PAGE_IS_GUARD:
+                packed.extend(region)
+        return Regions(packed)
+
+    def watched(self, yes: bool) -> Regions:
+        """Those whose writes are watched, or those where they are not; no guard regions."""
+        packed = array("Q")
+        for low, high, found in self:
+            if bool(found & PAGE_IS_WPALLOWED) == yes and not found & PAGE_IS_GUARD:
+                packed.extend((low, high, found))
+        return Regions(packed)
+
+
+def union(lists: Sequence[Regions]) -> Regions:
+    """All that is in any of them, sorted; neighbours become one."""
+    lists = [one for one in lists if one.packed]
+    if len(lists) < 2:
+        return lists[0] if lists else Regions()
+    packed = array("Q")
+    start = end = -1
+    for low, high in sorted((low, high) for one in lists for low, high, _ in one):
+        if low > end:
+            if end >= 0:
+                packed.extend((start, end, 0))
+            start, end = low, high
+        else:
+            end = max(end, high)
+    packed.extend((start, end, 0))
+    return Regions(packed)
+
+
+class Areas:
+    """Where to look in a process, packed once for many looks."""
+
+    def __init__(self, areas: Sequence[Area]) -> None:
+        self.count = len(areas)
+        self._packed = array("Q", [value for area in areas for value in area])
+        self.address = self._packed.buffer_info()[0]
+
+
+def present(pagemap: int, areas: Areas) -> Regions:
+    """The pages of a process's own (/proc/PID/pagemap), and its guard regions."""
+    return _scan(_c.bulk_present, pagemap, areas, guards())
+
+
+def written(pagemap: int, areas: Areas) -> Regions:
+    """The pages written since the last call, where writes are watched (userfaultfd(2))."""
+    return _scan(_c.bulk_written, pagemap, areas)
+
+
+def _scan(function: ctypes._NamedFuncPointer, pagemap: int, areas: Areas, *more: int) -> Regions:
+    cursor = (ctypes.c_uint64 * 2)()
+    found = array("Q")
+    buffer = ctypes.create_string_buffer(_ROOM * 24)
+    arguments = (ctypes.c_long(n) for n in more)
+    extra = tuple(arguments)
+    while cursor[0] < areas.count:
+        got = function(
+            pagemap,
+            cursor,
+            ctypes.c_void_p(areas.address),
+            ctypes.c_long(areas.count),
+            *extra,
+            buffer,
+            ctypes.c_long(_ROOM),
+        )
+        _check(got)
+        found.frombytes(memoryview(buffer)[: 24 * got])
+    return Regions(found)
+
+
+def unshared(mine: int, theirs: int, regions: Regions, shifts: Sequence[int]) -> Regions:
+    """What of `regions` is not, `shifts` further on, the same physical memory in another process.
+
+    Both are descriptors of /proc/PID/pagemap. Where frames are not told, nothing is the same.
+    """
+    packed_shifts = array("q", shifts)
+    room = max(_ROOM, len(regions))
+    while True:
+        buffer = ctypes.create_string_buffer(room * 24)
+        got = _c.bulk_unshared(
+            mine,
+            theirs,
+            ctypes.c_void_p(regions.packed.buffer_info()[0]),
+            ctypes.c_void_p(packed_shifts.buffer_info()[0]),
+            ctypes.c_long(len(regions)),
+            buffer,
+            ctypes.c_long(room),
+        )
+        if got == -7:  # E2BIG
+            room *= 4
+            continue
+        _check(got)
+        found = array("Q")
+        found.frombytes(memoryview(buffer)[: 24 * got])
+        return Regions(found)
+
+
+Row = tuple[int, int, int]  # start, end, shift to where it is kept
+
+
+def translate(rows: Sequence[Row], regions: Regions) -> tuple[bytes, bytes, int, int]:
+    """(remote iovecs, local iovecs, their number, bytes) to read regions to where they are kept.
+
+    Regions outside of all rows are left out. Rows and regions are sorted.
+    """
+    if not rows or not len(regions):
+        return b"", b"", 0, 0
+    packed = array("q", [value for row in rows for value in row])
+    room = len(regions) + len(rows) + regions.size // _LONGEST + 1
+    remote = ctypes.create_string_buffer(16 * room)
+    local = ctypes.create_string_buffer(16 * room)
+    got = _c.bulk_translate(
+        ctypes.c_void_p(packed.buffer_info()[0]),
+        ctypes.c_long(len(rows)),
+        ctypes.c_void_p(regions.packed.buffer_info()[0]),
+        ctypes.c_long(len(regions)),
+        ctypes.c_long(_LONGEST),
+        remote,
+        local,
+        ctypes.c_long(room),
+    )
+    _check(got)
+    first = remote.raw[: 16 * got]
+    sizes = array("Q")
+    sizes.frombytes(first)
+    return first, local.raw[: 16 * got], got, sum(sizes[1::2])
+
+
+def _check(result: int) -> None:
+    if result < 0:
+        raise OSError(-result, os.strerror(-result))
