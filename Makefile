@@ -26,8 +26,7 @@ test-full: setup $(CACHE)
 	$(BIN)/python -m pytest --timeout=1800 $(WORKERS) $(ARGS)
 
 bench: setup
-	@mkdir -p bench/out
-	$(BIN)/python bench/standard.py --json bench/out/standard.json $(ARGS)
+	$(BIN)/python bench/suite.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,21 +5,20 @@ generation. The figures are the medians of the first and of the last third; thei
 near 1. Nothing but time is measured here: that nothing else grows is a test
 (tests/deltacr/test_generations.py).
 
-    python bench/generations.py
+    python bench/generations.py --json out.json
 """
 
 from __future__ import annotations
 
-import statistics
 import time
+from functools import partial
+from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
+from report import Recorder, Wrong, finish, options, quantile
+from standard import IDLE
 
 from deltabox import Sandbox
-
-IDLE = 0.15  # seconds of thought between the steps
 
 # A server with workers: epoll, unix and TCP connections, shared memory, threads, a child.
 SERVER = r"""
@@ -50,14 +49,13 @@ for line in sys.stdin:
 """
 
 
-@click.command()
-@click.option("--generations", default=30, show_default=True)
-def main(generations: int) -> None:
+def measure(generations: int) -> dict[str, list[float]]:
+    """Milliseconds of each generation."""
     spent: dict[str, list[float]] = {"checkpoint pause": [], "rollback": [], "first answer": []}
     with Sandbox.create() as sandbox:
         process = sandbox.spawn(["python3", "-c", SERVER])
         if process.stdout.readline() != "up\n":
-            raise click.ClickException(process.stderr.read_available())
+            raise Wrong(process.stderr.read_available())
         for _ in range(generations):
             time.sleep(IDLE)
             checkpoint = sandbox.checkpoint()
@@ -69,16 +67,37 @@ def main(generations: int) -> None:
             sandbox.rollback(checkpoint)
             back = time.perf_counter()
             process.stdin.write("a request\n")
-            process.stdout.readline()
+            if not process.stdout.readline().endswith("a request\n"):
+                raise Wrong("the server does not answer after the rollback")
             answered = time.perf_counter()
             spent["rollback"].append((back - begun) * 1000)
             spent["first answer"].append((answered - begun) * 1000)
-    table = Table("what", "first third, ms", "last third, ms", "ratio")
-    for what, values in spent.items():
+    return spent
+
+
+def compare(recorder: Recorder, generations: int) -> None:
+    for what, values in measure(generations).items():
         third = max(1, len(values) // 3)
-        first, last = statistics.median(values[:third]), statistics.median(values[-third:])
-        table.add_row(what, f"{first:.2f}", f"{last:.2f}", f"{last / first:.2f}")
-    Console().print(table)
+        first, last = values[:third], values[-third:]
+        for name, some in (("first", first), ("last", last)):
+            for value in some:
+                recorder.add(f"{what}, {name} third", value)
+        ratio = f"{what}, last third against the first"
+        recorder.expect(ratio, unit="x")
+        recorder.add(ratio, quantile(last, 0.5) / quantile(first, 0.5))
+
+
+@click.command()
+@options
+@click.option("--generations", type=click.IntRange(min=3), help="Default 30, quick 9.")
+def main(
+    *, output: Path | None, quick: bool, budget: float | None, generations: int | None
+) -> None:
+    """Measure generations of a server."""
+    recorder = Recorder("generations", what=__doc__, budget=budget, quick=quick)
+    count = generations or (9 if quick else 30)
+    recorder.attempt("generations", partial(compare, recorder, count), limit=30 + 3.0 * count)
+    finish(recorder, output)
 
 
 if __name__ == "__main__":

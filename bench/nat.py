@@ -4,7 +4,7 @@ The peer is a server of this process at the host's own address, so the figures a
 between the sandbox and a socket of the host, without any wire; beside them the same through the
 host's loopback device, from a program outside (`network="host"`).
 
-    python bench/nat.py
+    python bench/nat.py --json out.json
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import click
-from rich.console import Console
-from rich.table import Table
+from report import Recorder, finish, options
 
 from deltabox import Sandbox
 
 MEGABYTES = 512
 ROUND_TRIPS = 3000
 CONNECTIONS = 300
+FORKS = 5
 
 # Run inside: what to do, where. Prints seconds.
 PROGRAM = """
@@ -113,53 +114,56 @@ def carrier_kilobytes() -> list[int]:
 
 
 def measure(
-    network: Literal["none", "nat", "host"], address: str, port: int, steps: int
-) -> dict[str, float]:
-    figures = {}
+    recorder: Recorder, network: Literal["none", "nat", "host"], port: int, steps: int, size: int
+) -> None:
+    """All figures of one kind of network; `size` is in MB."""
+
+    def add(name: str, value: float, unit: str = "ms") -> None:
+        recorder.expect(f"{name}, {network}", unit=unit)
+        recorder.add(f"{name}, {network}", value)
+
     with Sandbox.create(network=network) as sandbox:
         sandbox.shell().run("true")
         checkpoint = sandbox.checkpoint()
-        rollbacks = []
         for _ in range(steps):
             time.sleep(0.1)
-            rollbacks.append(seconds(lambda: sandbox.rollback(checkpoint)))
-        figures["rollback, ms"] = 1e3 * statistics.median(rollbacks)
-        forks: list[Sandbox] = []
-        figures["fork_many(8), ms"] = 1e3 * seconds(
-            lambda: forks.extend(sandbox.fork_many(8, at=checkpoint))
-        )
-        if network == "nat":
-            figures["memory of a carrier, KiB"] = statistics.median(carrier_kilobytes())
-        for fork in forks:
-            fork.close()
+            add("rollback", 1e3 * seconds(lambda: sandbox.rollback(checkpoint)))
+        for turn in range(FORKS):
+            started = time.perf_counter()
+            forks = sandbox.fork_many(8, at=checkpoint)
+            add("fork_many(8)", 1e3 * (time.perf_counter() - started))
+            if network == "nat" and not turn:
+                add("memory of a carrier", statistics.median(carrier_kilobytes()), "KiB")
+            for copy in forks:
+                copy.close()
         if network == "none":
-            return figures
+            return
 
         def inside(what: str, count: int) -> float:
-            arguments = [what, address, str(port), str(count)]
-            done = sandbox.run(["python3", "-c", PROGRAM, *arguments], check=True, timeout=300)
+            arguments = [what, own_address(), str(port), str(count)]
+            done = sandbox.run(["python3", "-c", PROGRAM, *arguments], check=True, timeout=100)
             return float(done.stdout)
 
         for what in ("download", "upload"):
-            figures[f"{what}, MB/s"] = MEGABYTES * 1.048576 / inside(what, MEGABYTES)
-        figures["round trip, us"] = 1e6 * inside("round trips", ROUND_TRIPS) / ROUND_TRIPS
-        figures["connect, us"] = 1e6 * inside("connections", CONNECTIONS) / CONNECTIONS
-    return figures
+            add(what, size * 1.048576 / inside(what, size), "MB/s")
+        add("round trip", 1e6 * inside("round trips", ROUND_TRIPS) / ROUND_TRIPS, "us")
+        add("connect", 1e6 * inside("connections", CONNECTIONS) / CONNECTIONS, "us")
 
 
 @click.command()
-@click.option("--steps", default=50, help="Rollbacks to measure.")
-def main(*, steps: int) -> None:
-    """Print the figures for no network, nat, and the host's network."""
-    address = own_address()
-    with socket.create_server((address, 0), backlog=1024) as listener:
+@options
+@click.option("--steps", type=click.IntRange(min=1), help="Rollbacks; default 50, quick 5.")
+def main(*, output: Path | None, quick: bool, budget: float | None, steps: int | None) -> None:
+    """Measure no network, nat, and the host's network."""
+    recorder = Recorder("nat", what=__doc__, budget=budget, quick=quick)
+    count, size = steps or (5 if quick else 50), 64 if quick else MEGABYTES
+    with socket.create_server((own_address(), 0), backlog=1024) as listener:
         threading.Thread(target=accept, args=(listener,), daemon=True).start()
         port = int(listener.getsockname()[1])
-        columns = [measure(kind, address, port, steps) for kind in ("none", "nat", "host")]
-    table = Table("what (median)", "none", "nat", "host", title="The cost of a network")
-    for what in columns[1]:
-        table.add_row(what, *(f"{c[what]:,.1f}" if what in c else "" for c in columns))
-    Console().print(table)
+        kinds: tuple[Literal["none", "nat", "host"], ...] = ("none", "nat", "host")
+        for kind in kinds:
+            recorder.attempt(kind, partial(measure, recorder, kind, port, count, size))
+    finish(recorder, output)
 
 
 if __name__ == "__main__":

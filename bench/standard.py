@@ -3,31 +3,34 @@
 A bash shell and a Python REPL with 30 MB of anonymous memory. A step dirties 250 pages of
 Python and 20 of bash and changes 5 files of 12 KB, takes a checkpoint, does the same once more
 with other contents (the wrong branch), and rolls back. 100 steps with 150 ms of idle time before
-each checkpoint and each rollback, as when an agent thinks, and 100 back to back.
+each checkpoint and each rollback, as when an agent thinks, and 100 back to back. The idle steps
+are done twice: as a user gets them, and with `standby=False`, where no restored tree waits for the
+next rollback.
 
 After every rollback all contents are verified, outside the clock: Python's memory by its CRC,
 bash's variable, the files. The clock of a rollback stops when the call returns, by which time
 the old tree has been stopped; the clock of the first result when a command of the live shell,
-sent at once after it, has answered. Beside the figures stands the floor (floor.c) of the run.
+sent at once after it, has answered. An unchanged checkpoint is taken right after another one, when
+nothing has run in between. Beside the figures stands the floor (floor.c) of the run: for a
+rollback, a fork of the memory into fresh namespaces with an overlay mount; for a pause, reading
+the dirty pages and a snapshot of files that were written back before.
 
     python bench/standard.py --json out.json
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import platform
+import inspect
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import floor
-from rich.console import Console
-from rich.table import Table
+from report import Recorder, Wrong, finish, options
 
-from deltabox import Process, Sandbox, Shell
+from deltabox import Checkpoint, Process, Sandbox, Shell
 
 MEGABYTES = 30
 PYTHON_PAGES = 250
@@ -35,15 +38,9 @@ BASH_PAGES = 20
 FILES = 5
 FILE_BYTES = 12 * 1024
 IDLE = 0.150
-FORKS = 8
 KEPT = 4  # older checkpoints are deleted, outside the clock
-
-GOALS = {  # milliseconds, medians
-    "rollback": 4.0,
-    "first result": 8.0,
-    "checkpoint pause": 40.0,
-    f"fork_many({FORKS}), an answer from each": 80.0,
-}
+COPY_FLOOR = "fork + namespaces + overlay"
+PAUSE_FLOOR = "pages read + snapshot"
 
 SETUP = f"""
 import random, zlib
@@ -66,141 +63,175 @@ def state():
 
 """
 
+has_standby = "standby" in inspect.signature(Sandbox.create).parameters
 
-class Bench:
-    """The sandbox under test and what was measured, milliseconds by name."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+def create(*, standby: bool = True) -> Sandbox:
+    """A sandbox, with standby copies or without, also where the engine knows none of them yet."""
+    chosen: dict[str, Any] = {} if standby or not has_standby else {"standby": False}
+    return Sandbox.create(**chosen)
+
+
+class Tree:
+    """The shell and the REPL of a sandbox, what they have last been told, and what they hold."""
+
+    def __init__(self, sandbox: Sandbox, shell: Shell, python: Process, *, number: int = 0) -> None:
         self.sandbox = sandbox
-        self.measured: dict[str, list[float]] = {}
+        self.shell = shell
+        self.python = python
+        self.number = number
+
+    @classmethod
+    def start(cls, sandbox: Sandbox) -> Tree:
         sandbox.files.mkdir("/bench")
-        self.shell: Shell = sandbox.shell()
-        self.python: Process = sandbox.spawn(["python3", "-i", "-q"])
-        self.python.stdin.write(SETUP)
-        self.number = 0
-        self.dirty()
+        tree = cls(sandbox, sandbox.shell(), sandbox.spawn(["python3", "-i", "-q"]))
+        tree.python.stdin.write(SETUP)
+        tree.dirty()
+        return tree
 
-    def record(self, name: str, milliseconds: float) -> None:
-        self.measured.setdefault(name, []).append(milliseconds)
+    def of(self, copy: Sandbox) -> Tree:
+        """The same in a fork of the sandbox."""
+        shell, python = copy.counterpart(self.shell), copy.counterpart(self.python)
+        return Tree(copy, shell, python, number=self.number)
 
-    def ask(self, python: Process, line: str) -> str:
-        python.stdin.write(line + "\n")
-        python.stderr.read_available()  # the prompts
+    def tell(self, line: str) -> None:
+        self.python.stdin.write(line + "\n")
+
+    def hear(self) -> str:
         while True:
-            printed = python.stdout.readline()
+            printed = self.python.stdout.readline()
             if not printed:
-                raise SystemExit(f"the REPL ended: {python.stderr.read_available()}")
+                raise Wrong(f"the REPL ended: {self.python.stderr.read_available()}")
             if printed.startswith("="):
                 return printed
 
+    def ask(self, line: str) -> str:
+        self.tell(line)
+        answer = self.hear()
+        self.python.stderr.read_available()  # the prompts
+        return answer
+
     def dirty(self) -> None:
         self.number += 1
-        self.ask(self.python, f"dirty({self.number})")
+        self.ask(f"dirty({self.number})")
         self.shell.run(f"n={self.number}; printf -v pages %0{BASH_PAGES * 4096}d $n")
 
     def state(self) -> str:
         shell = self.shell.run('echo "$n ${#pages} $((10#$pages))"').stdout
-        return self.ask(self.python, "state()") + shell
+        return self.ask("state()") + shell
 
-    def step(self, label: str, idle: float) -> None:
-        self.dirty()
-        expected = self.state()
-        number = self.number
+
+class Bench:
+    """One series of steps in one sandbox."""
+
+    def __init__(self, recorder: Recorder, label: str) -> None:
+        self.recorder = recorder
+        self.label = label
+
+    def record(self, name: str, milliseconds: float) -> None:
+        self.recorder.add(f"{name}, {self.label}", milliseconds)
+
+    def checkpoint(self, tree: Tree, kind: str) -> Checkpoint:
+        began = time.perf_counter()
+        made = tree.sandbox.checkpoint()
+        self.record(f"{kind} call", (time.perf_counter() - began) * 1e3)
+        self.record(f"{kind} pause", made.stats.pause_ms)
+        return made
+
+    def steps(self, count: int, *, idle: float, standby: bool) -> None:
+        with create(standby=standby) as sandbox:
+            tree = Tree.start(sandbox)
+            for _ in range(count):
+                self.step(tree, idle)
+
+    def step(self, tree: Tree, idle: float) -> None:
+        tree.dirty()
+        expected, number = tree.state(), tree.number
+        time.sleep(idle)
+        checkpoint = self.checkpoint(tree, "checkpoint")
+        tree.dirty()
         time.sleep(idle)
         began = time.perf_counter()
-        checkpoint = self.sandbox.checkpoint()
-        self.record(f"checkpoint call, {label}", (time.perf_counter() - began) * 1e3)
-        self.record(f"checkpoint pause, {label}", checkpoint.stats.pause_ms)
-        self.dirty()
-        time.sleep(idle)
-        began = time.perf_counter()
-        self.sandbox.rollback(checkpoint)
+        tree.sandbox.rollback(checkpoint)
         back = time.perf_counter()
-        answer = self.shell.run("echo $n").stdout
+        answer = tree.shell.run("echo $n").stdout
         answered = time.perf_counter()
-        self.record(f"rollback, {label}", (back - began) * 1e3)
-        self.record(f"first result, {label}", (answered - began) * 1e3)
-        if answer.strip() != str(number) or self.state() != expected:
-            raise SystemExit(f"step {number} came back as {answer!r}: the contents are wrong")
-        for old in self.sandbox.checkpoints[:-KEPT]:
-            old.delete()
+        self.record("rollback", (back - began) * 1e3)
+        self.record("first result", (answered - began) * 1e3)
+        if answer.strip() != str(number) or tree.state() != expected:
+            raise Wrong(f"step {number} came back as {answer!r}")
+        forget(tree.sandbox)
 
-    def forks(self, rounds: int) -> None:
-        self.dirty()
-        checkpoint = self.sandbox.checkpoint()
-        name = f"fork_many({FORKS}), an answer from each"
-        for _ in range(rounds):
-            time.sleep(IDLE)
-            began = time.perf_counter()
-            children = self.sandbox.fork_many(FORKS, at=checkpoint)
-            made = time.perf_counter()
-            answers = {child.counterpart(self.shell).run("echo $n").stdout for child in children}
-            answered = time.perf_counter()
-            self.record(f"fork_many({FORKS}) call", (made - began) * 1e3)
-            self.record(name, (answered - began) * 1e3)
-            if answers != {f"{self.number}\n"}:
-                raise SystemExit(f"the forks answered {answers}")
-            for child in children:
-                child.close()
+    def unchanged(self, count: int) -> None:
+        with create() as sandbox:
+            tree = Tree.start(sandbox)
+            for _ in range(count):
+                tree.dirty()
+                expected = tree.state()
+                sandbox.checkpoint()
+                time.sleep(IDLE)
+                checkpoint = self.checkpoint(tree, "unchanged checkpoint")
+                tree.dirty()
+                sandbox.rollback(checkpoint)
+                if tree.state() != expected:
+                    raise Wrong("an unchanged checkpoint came back as another state")
+                forget(sandbox)
 
 
-def quantile(values: list[float], q: float) -> float:
-    """The smallest value that is not below a share `q` of all (nearest rank)."""
-    ranked = sorted(values)
-    return ranked[max(0, math.ceil(q * len(ranked)) - 1)]
+def forget(sandbox: Sandbox) -> None:
+    """Delete old checkpoints, as every user has to."""
+    for old in sandbox.checkpoints[:-KEPT]:
+        old.delete()
 
 
-def goal(name: str) -> float | None:
-    return next((limit for start, limit in GOALS.items() if name.startswith(start)), None)
+def goals(recorder: Recorder) -> None:
+    """What issue 4 asks for, in milliseconds."""
+    for label in ("idle", "idle, without a standby"):
+        recorder.expect(f"checkpoint pause, {label}", goal=2.0, goal_p99=6.0, floor=PAUSE_FLOOR)
+        recorder.expect(f"checkpoint call, {label}", goal=4.0, floor=PAUSE_FLOOR)
+        recorder.expect(f"first result, {label}", goal=3.0, floor=COPY_FLOOR)
+    recorder.expect("rollback, idle", goal=0.5, floor=COPY_FLOOR)
+    recorder.expect("rollback, idle, without a standby", goal=1.5, floor=COPY_FLOOR)
+    recorder.expect("checkpoint pause, back to back", goal=4.0, floor=PAUSE_FLOOR)
+    recorder.expect("checkpoint call, back to back", floor=PAUSE_FLOOR)
+    recorder.expect("rollback, back to back", goal=3.0, floor=COPY_FLOOR)
+    recorder.expect("first result, back to back", floor=COPY_FLOOR)
 
 
-def show(console: Console, figures: dict[str, dict[str, float]], steps: int) -> None:
-    table = Table(title=f"the standard step, {steps} steps; milliseconds", title_justify="left")
-    for column in ("what", "median", "p99", "goal (median)"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for name, found in figures.items():
-        limit = goal(name)
-        style = "red" if limit is not None and found["median"] > limit else ""
-        aim = "" if limit is None else f"{limit:.0f}"
-        table.add_row(name, f"{found['median']:.2f}", f"{found['p99']:.2f}", aim, style=style)
-    console.print(table)
+def floors(recorder: Recorder, rounds: int) -> None:
+    with floor.built() as program, floor.image(program.scratch, gigabytes=2) as image:
+        recorder.floor("fork", program.fork(MEGABYTES, rounds))
+        recorder.floor("fork + namespaces", program.namespaces(MEGABYTES, rounds))
+        recorder.floor(COPY_FLOOR, program.overlay(MEGABYTES, rounds))
+        read = program.pages(PYTHON_PAGES + BASH_PAGES, rounds)
+        snapshot = program.snapshot(image, FILES, rounds, synced=True)
+        recorder.floor(PAUSE_FLOOR, [sum(both) for both in zip(read, snapshot, strict=True)])
 
 
 @click.command()
-@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--steps", default=100, show_default=True, help="Steps of each of the two kinds.")
-@click.option("--forks", default=20, show_default=True, help="Rounds of fork_many.")
-def main(*, output: Path | None, steps: int, forks: int) -> None:
+@options
+@click.option("--steps", type=click.IntRange(min=1), help="Of each kind; default 100, quick 15.")
+def main(*, output: Path | None, quick: bool, budget: float | None, steps: int | None) -> None:
     """Measure the standard step."""
-    console = Console()
-    figures: dict[str, dict[str, float]] = {}
-    for name, found in floor.measure(MEGABYTES, rounds=max(steps, 20)).items():
-        figures[f"floor: {name.replace('_', ' + ')}"] = found
-    with Sandbox.create() as sandbox:
-        bench = Bench(sandbox)
-        for _ in range(steps):
-            bench.step("idle", IDLE)
-        for _ in range(steps):
-            bench.step("back to back", 0.0)
-        bench.forks(forks)
-    for name, values in sorted(bench.measured.items()):
-        figures[name] = {"median": quantile(values, 0.5), "p99": quantile(values, 0.99)}
-    show(console, figures, steps)
-    if output is not None:
-        answer = {
-            "what": __doc__,
-            "unit": "ms",
-            "host": {
-                "kernel": platform.release(),
-                "cpus": os.cpu_count(),
-                "python": platform.python_version(),
-            },
-            "steps": steps,
-            "figures": figures,
-            "samples": bench.measured,
-        }
-        output.write_text(json.dumps(answer, indent=2) + "\n")
-        console.print(f"written to {output}")
+    count = steps or (15 if quick else 100)
+    limit = 60 + 3.0 * count
+    recorder = Recorder("standard", what=__doc__, budget=budget, quick=quick)
+    goals(recorder)
+    recorder.attempt("the floors", partial(floors, recorder, max(20, count)))
+    series = [
+        ("idle, without a standby", IDLE, False),
+        ("back to back", 0.0, True),
+    ]
+    if has_standby:
+        series.insert(0, ("idle", IDLE, True))
+    else:
+        recorder.note("This engine has no standby copies yet: one series of idle steps, without.")
+    for label, idle, standby in series:
+        steps_of = partial(Bench(recorder, label).steps, count, idle=idle, standby=standby)
+        recorder.attempt(f"steps, {label}", steps_of, limit=limit)
+    unchanged = partial(Bench(recorder, "idle").unchanged, max(count // 2, 3))
+    recorder.attempt("unchanged checkpoint", unchanged, limit=limit)
+    finish(recorder, output)
 
 
 if __name__ == "__main__":
