@@ -136,9 +136,11 @@ def _copy(
         template = live.successor
         if not may or template is None:
             return
-        changes = {
-            pid: Changes(space.changes(template), present[pid]) for pid, space in spaces.items()
-        }
+        changes = {}
+        for pid, space in spaces.items():
+            pages = space.changes(template)
+            # a page that came while it was looked at is found to be written, and not to be present
+            changes[pid] = Changes(pages, bulk.union([present[pid], pages]))
         same = template.mappings.keys() == found.keys() and all(
             template.mappings[pid] is mappings for pid, mappings in found.items()
         )
