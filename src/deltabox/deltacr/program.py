@@ -542,7 +542,7 @@ class _Compiler:
         if leader:
             kernel_files.position(self.rebuild, do, process)
         if local is None:
-            do.barrier(_GO, self.running + 1)
+            do.barrier(_GO, self.running + 1, sleep=True)
         else:
             if leader:
                 do.call(nr.KILL, process.pid, process.stopped)

@@ -147,9 +147,12 @@ class Sequence:
         """clone3(2); the child runs `body` on the stack named in the clone_args."""
         self._add(Op.CLONE, arguments, Entry(body), save=save, what=f"clone of {body.label}")
 
-    def barrier(self, index: int, parties: int, *, wait: bool = True) -> None:
-        """Arrive where all parties do; with `wait=False` go on without the others."""
-        self._add(Op.BARRIER, index, parties, int(not wait))
+    def barrier(self, index: int, parties: int, *, wait: bool = True, sleep: bool = False) -> None:
+        """Arrive where all parties do; with `wait=False` go on without the others.
+
+        `sleep` is for a barrier that may take hours and where nothing can fail any more.
+        """
+        self._add(Op.BARRIER, index, parties, 2 if sleep else int(not wait))
 
     def copy(self, to: Argument, origin: Argument, size: int) -> None:
         self._add(Op.COPY, to, origin, size)

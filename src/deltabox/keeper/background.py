@@ -17,6 +17,9 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+Item = tuple[Callable[..., Any], tuple[Any, ...]]
+_QUIET = 0.005  # seconds
+
 
 _serving = threading.local()
 
@@ -41,15 +44,20 @@ def _begin_deferred() -> None:
         background._queue.put(item)
 
 
+def _look_again() -> None:
+    """Something that can wait has been added."""
+
+
 class Background(threading.Thread):
     """A queue of calls and the thread that makes them. An error is logged and passed over."""
 
-    def __init__(self, name: str, *, idle: Callable[[], None]) -> None:
+    def __init__(self, name: str, *, idle: Callable[[], None], busy: Callable[[], bool]) -> None:
         super().__init__(name=f"background {name}", daemon=True)
         self._idle = idle
-        self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._busy = busy
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._later: dict[str, Item] = {}
         self.start()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> None:
@@ -61,18 +69,33 @@ class Background(threading.Thread):
             self._queue.put((function, args))
 
     def run(self) -> None:
-        while True:
-            try:
-                item = self._queue.get(timeout=1.0)
-            except queue.Empty:
-                item = (self._idle, ())
-            if item is None:
-                return
+        while (item := self._next()) is not None:
             function, args = item
             try:
                 function(*args)
             except Exception:
                 log.exception("in the background: %s", getattr(function, "__name__", function))
+
+    def later(self, key: str, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function(*args)` when there has been nothing to do for a moment and nobody is
+        `busy`. A later one with the same key takes the place of one that has not begun.
+        """
+        with self._lock:
+            self._later.pop(key, None)
+            self._later[key] = (function, args)
+        self.submit(_look_again)
+
+    def _next(self) -> Item | None:
+        """What to do next; None at the end."""
+        while True:
+            try:
+                return self._queue.get(timeout=_QUIET if self._later else 1.0)
+            except queue.Empty:
+                with self._lock:
+                    if not self._later:
+                        return (self._idle, ())
+                    if not self._busy():
+                        return self._later.pop(next(iter(self._later)))
 
     def flush(self) -> None:
         """Wait until everything submitted so far is done."""

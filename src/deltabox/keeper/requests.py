@@ -92,6 +92,7 @@ class Requests:
         hostname: str,
         on_external: str,
         io_uring: bool,
+        standby: int,
         max_memory: int | None,
         max_disk: int | None,
     ) -> dict[str, Any]:
@@ -128,6 +129,7 @@ class Requests:
                 network=network,
                 on_external=on_external,
                 io_uring=io_uring,
+                standby=standby,
             )
             try:
                 box = tree.boot(hostname)
@@ -350,6 +352,9 @@ class Requests:
         self, connection: Connection, *, box: str, path: str, recursive: bool
     ) -> None:
         self._files(box, lambda inside: inside.remove(path, recursive=recursive))
+
+    def do_standby(self, connection: Connection, *, box: str) -> dict[str, Any]:
+        return self.box(box).tree.standby.describe()
 
     # -- tests -------------------------------------------------------------------------------
 

@@ -39,12 +39,15 @@ from .background import Background
 from .box import Box, Saved
 from .handles import Handle
 from .identity import Registrations
+from .standby import Standby
 from .streams import Pump, Writer
 
 log = logging.getLogger(__name__)
 
 SPARES = 16
 """Spare layers kept in one tree; the oldest go first."""
+DYING = 4
+"""Trees of processes that may be ending at once; the next rollback waits for one of them."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Tree:
         network: str,
         on_external: str,
         io_uring: bool,
+        standby: int,
     ) -> None:
         self.name = name
         self.base = base
@@ -131,6 +135,8 @@ class Tree:
         self.origin: Snapshot
         self._numbers = itertools.count(1)
         self._spare_order: list[Node] = []
+        self.standby = Standby(self, limit=standby)
+        self.dying = threading.BoundedSemaphore(DYING)
         with ExitStack() as undo:
             self.image = Image.create(directory, name=name, size_limit=disk_limit)
             undo.callback(self.image.close)
@@ -152,7 +158,7 @@ class Tree:
                 self.base_fd, self.image.blank(), self.engine.userns, self.owner
             )
             undo.callback(os.close, self.engine.reference)
-            self.background = Background(name, idle=self._idle)
+            self.background = Background(name, idle=self._idle, busy=self._busy)
             undo.pop_all()
 
     def next_number(self) -> int:
@@ -309,6 +315,7 @@ class Tree:
             self.background.submit(self._free, node)
 
     def _free(self, node: Node) -> None:
+        self.standby.drop(node=node)
         self._drop_spare(node)
         node.template.close()
         self.image.delete(node.snapshot)
@@ -456,12 +463,18 @@ class Tree:
         self.touched = False
         self.image.presync()
 
+    def _busy(self) -> bool:
+        """Whether somebody waits for a checkpoint, a rollback or a fork."""
+        with self.lock:
+            boxes = list(self.boxes.values())
+        return any(box.operates for box in boxes)
+
     def _idle(self) -> None:
         self.image.maintain()
 
     def close(self) -> None:
         """Free everything. There is no sandbox left."""
-        steps: list[Callable[[], Any]] = [self.background.end]
+        steps: list[Callable[[], Any]] = [self.background.end, self.standby.drop]
         with self.lock:
             nodes = list(self.nodes.values())
             self.nodes.clear()
