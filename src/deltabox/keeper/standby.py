@@ -127,9 +127,11 @@ class Standby:
         return found.revived
 
     def describe(self) -> dict[str, object]:
-        """For tests and curious callers: whose checkpoints have one, and how many were used."""
+        """Sandbox, checkpoint and first process (its host pid) of each; how many were used."""
         with self._lock:
-            waiting = [(one.box.number, one.node.number) for one in self._waiting]
+            waiting = [
+                (one.box.number, one.node.number, one.revived.live.init) for one in self._waiting
+            ]
         return {"waiting": waiting, "used": self.used}
 
     # -- the end ------------------------------------------------------------------------------
