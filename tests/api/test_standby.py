@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Iterator
@@ -225,7 +226,10 @@ def test_one_that_was_killed_is_not_used(
     for turn in range(2):
         init = awaited(sandbox, checkpoint)
         victim = init if which == "first process" else _members(init)[turn]
+        task = os.pidfd_open(victim)
         os.kill(victim, signal.SIGKILL)
+        assert select.select([task], [], [], 10)[0]
+        os.close(task)
         shell.run("x=lost")
         sandbox.rollback(checkpoint)
         assert shell.run("echo $x").stdout == "1\n"
