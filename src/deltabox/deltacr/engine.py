@@ -58,7 +58,7 @@ __all__ = ["Engine", "Exit", "Live", "Template", "Tree", "remove_cgroup"]
 
 _INTERPRETER = Path(__file__).with_name("_interpreter")
 _BLANKS = 2
-_SPARE = 4
+_SPARE, _MOST = 4, 64
 _GENERATIONS = 8
 _OWN_MEMORY = 4 << 20  # what a template and its door take besides the pages they hold
 
@@ -149,6 +149,7 @@ class Tree:
         self._world: WorldState | None = None  # of an untouched sandbox; the same for all
         self._networks: deque[Network] = deque()
         self._starting = 0
+        self._stock = _SPARE  # of groups and network namespaces
         self._templates: set[Template] = set()
         self._first: Template | None = None
         self._lock = threading.Lock()
@@ -574,13 +575,20 @@ class Tree:
                 return self._blanks.popleft()
         return self._blank()
 
+    def expect(self, count: int) -> None:
+        """So many trees were made at once, and may be again: keep as much in stock, up to a point.
+
+        A network namespace takes some 60 KiB of the kernel's memory, a group less.
+        """
+        self._stock = max(self._stock, min(count, _MOST))
+
     def refill(self) -> None:
         """Make spare templates, groups and network namespaces; for the caller's background."""
         with self._refill_lock:
             try:
-                while not self._closed and self.groups.spare < _SPARE:
+                while not self._closed and self.groups.spare < self._stock:
                     self.groups.stock()
-                while not self._closed and len(self._networks) < _SPARE:
+                while not self._closed and len(self._networks) < self._stock:
                     network = self._new_network()
                     with self._lock:
                         self._networks.append(network)

@@ -151,6 +151,7 @@ class Live:
         """
         names = [f"fd{number}" for number in stdio]
         program = Program(*names)
+        program.root.keep_to_itself()
         body = program.sequence("spawn")
         arguments = program.clone_args(
             flags=ns.CLONE_VM | ns.CLONE_VFORK | ns.CLONE_CLEAR_SIGHAND,

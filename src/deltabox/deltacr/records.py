@@ -17,6 +17,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from ..linux import numbers as nr
+
 # The address range that is ours in every process we make; interpreter.c has the same numbers.
 # Programs that choose addresses at random stay below: V8 and PartitionAlloc take 46 bits of them.
 # The kernel puts executables above 0x5555_5555_4000, everything else higher still.
@@ -64,6 +66,7 @@ class Op(IntEnum):
 
 
 SCRATCH = 65536
+_MADV_DONTFORK = 10
 
 
 MAY_FAIL = 1
@@ -142,6 +145,13 @@ class Sequence:
         self._add(Op.CALL, *arguments, number=number, save=save, may_fail=may_fail, what=what)
         if expect is not None and save is not None:
             self.expect(save, expect, what=what)
+
+    def keep_to_itself(self) -> None:
+        """Let nobody cloned from now on inherit the control memory, unless it shares all memory.
+
+        A template has those of all trees restored from it, and copying each costs every clone.
+        """
+        self.call(nr.MADVISE, Ref(0), self.program.length, _MADV_DONTFORK, may_fail=True)
 
     def clone(self, arguments: Ref, body: Sequence, *, save: Var | None = None) -> None:
         """clone3(2); the child runs `body` on the stack named in the clone_args."""

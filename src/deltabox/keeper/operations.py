@@ -213,6 +213,7 @@ def fork(
             for copy, new in revived:
                 new.live.release()
                 copy.let_go()
+            tree.engine.expect(count)
             tree.background.submit(tree.stock, node)
             tree.background.submit(tree.engine.refill)
             return copies

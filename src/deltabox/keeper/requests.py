@@ -58,7 +58,7 @@ class Requests:
         if os.environ.get("DELTABOX_FAULTS") == "1":
             self.faults = Faults()
             self.faults.install()
-        self.executor = ThreadPoolExecutor(16, thread_name_prefix="fork")
+        self.executor = ThreadPoolExecutor(4, thread_name_prefix="fork")
 
     def handler(self, op: str) -> Callable[..., Any]:
         """The method for a request."""
