@@ -35,6 +35,7 @@ from ..errors import (
     UnsupportedState,
 )
 from ..linux import cgroup
+from ..linux import numbers as nr
 from ..linux.cgroup import remove as remove_cgroup
 from . import boot, checkpoint
 from .asked import Asked
@@ -46,7 +47,7 @@ from .model import External
 from .network import Network, Networks
 from .objects import seccomp, terminals
 from .objects.ghosts import Attic
-from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
+from .peer import Loaded, Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import SLOTS, WORLD_SLOT, Program, Sealed
 from .stash import duplicate, plan
 from .template import Template
@@ -60,6 +61,7 @@ _INTERPRETER = Path(__file__).with_name("_interpreter")
 _BLANKS = 2
 _SPARE, _MOST = 4, 64
 _GENERATIONS = 8
+_MADV_COLLAPSE = 25
 _OWN_MEMORY = 4 << 20  # what a template and its door take besides the pages they hold
 
 
@@ -192,8 +194,15 @@ class Tree:
     def open_world(self, template: Template, *, root_mount: int) -> Live:
         """A PID 1 with everything that `restore` needs, made ahead; it takes hardly any memory."""
         assert template.first is not None
+        assert template.sealed is not None
         try:
-            return self._first_process(template, template.first, root_mount, tasks=1)
+            world = self._first_process(template, template.first, root_mount, tasks=1)
+            try:
+                world.loaded = Loaded(template.sealed, world.slot)
+            except BaseException:
+                world.end()
+                raise
+            return world
         except (ProgramFailed, PeerGone) as error:
             raise RollbackError(f"no first process could be made: {error}") from error
 
@@ -285,7 +294,7 @@ class Tree:
         with peer.lock:
             with template.cloning:
                 asked = Asked(peer, self.owner, template.capture)
-                run = peer.send(sealed, live.slot, fds)
+                run = peer.start(live.loaded or Loaded(sealed, live.slot), fds)
                 asked.serve(run)
                 peer.answer(run)  # all clones have been made
             peer.answer(run)
@@ -458,6 +467,7 @@ class Tree:
         base = live.base
         if live.successor is not None or base is None or base.closed:
             return
+        self._gather(base)
         try:
             old = base.depth >= _GENERATIONS
             made = self._copy_of(base) if old else self._fork_of(base)
@@ -466,6 +476,22 @@ class Tree:
             return
         if not live.keep_successor(base, made):
             made.close()
+
+    def _gather(self, template: Template) -> None:
+        """Put pages that a template has to itself into huge ones, which are quicker to fork.
+
+        MADV_COLLAPSE leaves no flag behind. Only what is full of pages: no memory is added.
+        """
+        if template.depth or template.gathered:
+            return
+        with template.life:
+            if template.closed or template.stash is None:
+                return
+            template.gathered = True
+            program = Program()
+            for low, high in template.stash.full():
+                program.root.call(nr.MADVISE, low, high - low, _MADV_COLLAPSE, may_fail=True)
+            template.peer.run(program.seal(), 0)
 
     def _successor(self, live: Live) -> Template:
         """A template for the next checkpoint: prepared, forked now, or blank."""

@@ -35,7 +35,7 @@ from .interrupted import Waits
 from .model import Capture
 from .network import Network
 from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
-from .peer import Peer, PeerGone, ProgramFailed, insist
+from .peer import Loaded, Peer, PeerGone, ProgramFailed, insist
 from .records import REQUEST_SLOT, Program, Ref, Sealed, Var
 from .template import Template
 
@@ -92,6 +92,7 @@ class Live:
         self.root = -1
         self.lock = threading.RLock()  # held by spawn and by a freeze: no child is half made
         self.world = WorldState(0, b"")
+        self.loaded: Loaded | None = None  # the restore, in a world that was made ahead
         self.tasks = 0  # while it waits to be used: how many it has, instead of a sandbox's share
         self.waits = Waits()
         self.origin: Capture | None = None  # what it was restored from
@@ -396,6 +397,8 @@ class Live:
             self.kill_all()
             pidfd.reap(self.pidfd)
             self.peer.close()
+            if self.loaded is not None:
+                self.loaded.close()
             self.reports.close()
             for fd in (self.root, self.pidfd, *self.handed.values()):
                 if fd >= 0:

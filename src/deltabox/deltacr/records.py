@@ -397,7 +397,7 @@ class Sealed:
                 return f"{label}: record {index}" + (f" ({whats[index]})" if whats[index] else "")
         return f"record at {where}"
 
-    def place(self, slot: int, budget: int = 0) -> tuple[int, int, list[tuple[int, int]]]:
+    def place(self, slot: int) -> tuple[int, int, list[tuple[int, int]]]:
         """For one run in the given slot: the control memory's address, its size, and the 64-bit
         words, by offset, in which it differs from `content`.
         """
@@ -407,5 +407,4 @@ class Sealed:
         values = (address - CONTROL, address + size, OURS_END - address - size, size)
         words = list(zip(self.slot_variables, values, strict=True))
         words += [(index, PLACES + slot * PLACE + offset) for index, offset in self.places]
-        patches = [(VARIABLES_OFFSET + 8 * index, value) for index, value in words]
-        return address, size, [*patches, (BUDGET_OFFSET, budget)]
+        return address, size, [(VARIABLES_OFFSET + 8 * index, value) for index, value in words]

@@ -47,6 +47,7 @@ class Template:
         self.sealed: Sealed | None = None
         self.first: First | None = None  # makes the PID 1 that `sealed` is run by
         self.stash: Stash | None = None  # what it holds, and where
+        self.gathered = False  # into huge pages
         self.depth = 0  # generations of forks since the last full copy
         self.capture: Capture | None = None
         self.shared: list[int] = []  # files with the contents of shared memory
