@@ -142,6 +142,7 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
                     box.listen()
                 tree.dying.release()
                 tree.forsake(box, new)
+                tree.standby.want(box, node, budget)
                 raise RollbackError(f"nothing was rolled back: {error}") from error
             with box.changed:
                 box.switch(new.live, new.layer, new.handles, new.registrations, node.saved)

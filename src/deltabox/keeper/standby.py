@@ -90,17 +90,19 @@ class Standby:
         self._lock = threading.Lock()
         self._making = threading.Lock()  # held while one is made
         self._target: tuple[Box, Node] | None = None
+        self._budget: Budget | None = None
         self._waiting: list[Waiting] = []  # the oldest first
 
     def want(self, box: Box, node: Node, budget: Budget) -> None:
         """The sandbox is likely to go back to this checkpoint: be ready when there is time."""
+        self._budget = budget
         template = node.template
         if (
             0 < self._tree.engine.waiting_bytes(template) <= self.limit
             and node.saved.author == box.number
             and self._tree.engine.may_wait(template)
         ):
-            self._tree.background.later(box.number, self._make, box, node, budget)
+            self._tree.background.later(box.number, self._make, box, node)
 
     def take(self, box: Box, node: Node) -> Revived | None:
         """The tree that waits for this sandbox to go to this checkpoint, fit to be used."""
@@ -148,10 +150,11 @@ class Standby:
         for one in gone:
             self._end(one)
 
-    def yield_memory(self, budget: Budget) -> bool:
+    def yield_memory(self) -> bool:
         """Whether the host has memory for a standby; when not, all of them are ended."""
         try:
-            budget.check_host()
+            if self._budget is not None:
+                self._budget.check_host()
         except NoSpace:
             self.drop()
             return False
@@ -181,7 +184,7 @@ class Standby:
             return False
         return True
 
-    def _make(self, box: Box, node: Node, budget: Budget) -> None:
+    def _make(self, box: Box, node: Node) -> None:
         """In the background."""
         tree = self._tree
         with self._lock:
@@ -190,7 +193,7 @@ class Standby:
                 self._waiting.remove(there)
                 self._waiting.append(there)
                 return
-        if box.closing or not self.yield_memory(budget):
+        if box.closing or not self.yield_memory():
             return
         size = tree.engine.waiting_bytes(node.template)
         try:

@@ -470,6 +470,7 @@ class Tree:
         return any(box.operates for box in boxes)
 
     def _idle(self) -> None:
+        self.standby.yield_memory()
         self.image.maintain()
 
     def close(self) -> None:
