@@ -62,6 +62,7 @@ _BLANKS = 2
 _SPARE, _MOST = 4, 64
 _GENERATIONS = 8
 _MADV_COLLAPSE = 25
+_GATHERED = 32 << 20  # bytes at once
 _OWN_MEMORY = 4 << 20  # what a template and its door take besides the pages they hold
 
 
@@ -467,8 +468,8 @@ class Tree:
         base = live.base
         if live.successor is not None or base is None or base.closed:
             return
-        self._gather(base)
         try:
+            self._gather(base)
             old = base.depth >= _GENERATIONS
             made = self._copy_of(base) if old else self._fork_of(base)
         except (OSError, ProgramFailed, PeerGone, CheckpointError) as error:
@@ -482,16 +483,18 @@ class Tree:
 
         MADV_COLLAPSE leaves no flag behind. Only what is full of pages: no memory is added.
         """
-        if template.depth or template.gathered:
+        if template.depth or template.gathered or template.stash is None:
             return
-        with template.life:
-            if template.closed or template.stash is None:
-                return
-            template.gathered = True
-            program = Program()
-            for low, high in template.stash.full():
-                program.root.call(nr.MADVISE, low, high - low, _MADV_COLLAPSE, may_fail=True)
-            template.peer.run(program.seal(), 0)
+        template.gathered = True
+        for low, high in template.stash.full():
+            for start in range(low, high, _GATHERED):
+                size = min(high - start, _GATHERED)
+                program = Program()
+                program.root.call(nr.MADVISE, start, size, _MADV_COLLAPSE, may_fail=True)
+                with template.life:  # not for long: a checkpoint may want to fork it
+                    if template.closed or self._closed:
+                        return
+                    template.peer.run(program.seal(), 0)
 
     def _successor(self, live: Live) -> Template:
         """A template for the next checkpoint: prepared, forked now, or blank."""
