@@ -295,7 +295,8 @@ class Tree:
         with peer.lock:
             with template.cloning:
                 asked = Asked(peer, self.owner, template.capture)
-                run = peer.start(live.loaded or Loaded(sealed, live.slot), fds)
+                loaded, live.loaded = live.loaded, None
+                run = peer.start(loaded or Loaded(sealed, live.slot), fds)
                 asked.serve(run)
                 peer.answer(run)  # all clones have been made
             peer.answer(run)

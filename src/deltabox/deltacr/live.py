@@ -399,6 +399,7 @@ class Live:
             self.peer.close()
             if self.loaded is not None:
                 self.loaded.close()
+                self.loaded = None
             self.reports.close()
             for fd in (self.root, self.pidfd, *self.handed.values()):
                 if fd >= 0:
