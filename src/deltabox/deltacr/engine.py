@@ -59,7 +59,7 @@ __all__ = ["Engine", "Exit", "Live", "Template", "Tree", "remove_cgroup"]
 
 _INTERPRETER = Path(__file__).with_name("_interpreter")
 _BLANKS = 2
-_SPARE, _MOST = 4, 64
+_SPARE, _MOST = 2, 64  # one more waits in each spare, and in each standby
 _GENERATIONS = 8
 _MADV_COLLAPSE = 25
 _GATHERED = 32 << 20  # bytes at once

@@ -345,9 +345,9 @@ class Live:
     # -- the end ------------------------------------------------------------------------------
 
     @property
-    def alive(self) -> bool:
-        """Whether PID 1 has not ended."""
-        return not self._ended and not pidfd.ended(self.pidfd, 0)
+    def fit(self) -> bool:
+        """For one that has waited: whether PID 1 lives, and its network is still carried."""
+        return not self._ended and not pidfd.ended(self.pidfd, 0) and self.network.carried
 
     def release(self) -> None:
         """Let a restored tree run. The answer to the barrier message is its start."""

@@ -175,14 +175,10 @@ class Standby:
         return None
 
     def _fit(self, one: Waiting) -> bool:
-        live = one.revived.live
-        if not live.alive or one.ends.any():
-            log.info("%s: a process of a standby has died", one.box.number)
-            return False
-        if not live.network.carried:
-            log.info("%s: a standby's network has ended", one.box.number)
-            return False
-        return True
+        fit = one.revived.live.fit and not one.ends.any()
+        if not fit:
+            log.info("%s: a process of a standby has died, or its network", one.box.number)
+        return fit
 
     def _make(self, box: Box, node: Node) -> None:
         """In the background."""

@@ -372,8 +372,8 @@ class Tree:
         """The checkpoint's spare, made now if there is none."""
         with node.spare_lock:
             spare, node.spare = node.spare, None
-        if spare is not None and spare.world is not None and not spare.world.alive:
-            log.info("%s: a process made ahead has died", self.name)
+        if spare is not None and spare.world is not None and not spare.world.fit:
+            log.info("%s: a process made ahead has died, or its network", self.name)
             self.discard_spare(spare)
             spare = None
         return spare if spare is not None else self.make_spare(node)
