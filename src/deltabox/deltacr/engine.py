@@ -246,36 +246,6 @@ class Tree:
         live.base = template
         return live
 
-    def may_wait(self, template: Template) -> bool:
-        """Whether a tree restored from it stays as it is while it waits at its barrier.
-
-        A connection that is being made gives up after a while, a text of /proc was made when it was
-        positioned, and the host's ports are taken by the tree that runs.
-        """
-        capture = template.capture
-        return (
-            capture is not None
-            and self.network != "host"
-            and not any(
-                (d.kind == "tcp" and d.state.phase in ("connecting", "unaccepted"))
-                or (d.kind in ("kernel", "proc") and d.position)
-                for d in capture.descriptions
-            )
-        )
-
-    def waiting_bytes(self, template: Template) -> int:
-        """What a tree restored from it takes of its own while it waits, about: page tables, what
-        its tasks need in the kernel, and shared memory, which has no copy-on-write.
-        """
-        capture, stash = template.capture, template.stash
-        if capture is None or stash is None or template.sealed is None:
-            return 0
-        shared: int = sum(size for one in capture.shared for _, size in one.extents)
-        threads = sum(len(process.threads) for process in capture.processes)
-        tables = sum(stash.sizes().values()) // 512
-        fixed = (1 << 20) + (len(capture.processes) << 18) + (threads << 15)
-        return fixed + tables + shared + len(template.sealed.content)
-
     def let_wait(self, live: Live, tasks: int) -> None:
         """A restored tree with so many tasks will wait: it needs no sandbox's share of limits."""
         live.tasks = tasks

@@ -8,7 +8,7 @@ tree and lets this one run.
 What a standby holds was true when it was made: pipes, handles, descriptors of processes.  What may
 have changed since is looked at when it is used: whether all its processes live (the host may have
 killed one for its memory), whether its network is still carried, and which callers still wait.
-A state that would change while it waits gets no standby (`may_wait` of the engine); nor does one
+A state that would change while it waits gets no standby (deltacr/waiting.py); nor does one
 that must be told that it is a fork, because that is written into its files at the moment of it.
 
 A waiting tree shares its memory with the checkpoint.  What it takes besides is estimated and kept
@@ -30,6 +30,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..deltacr.waiting import may_wait, waiting_bytes
 from ..errors import DeltaBoxError, NoSpace, UnknownCheckpoint
 from .box import Box
 from .budget import Budget
@@ -98,9 +99,9 @@ class Standby:
         self._budget = budget
         template = node.template
         if (
-            0 < self._tree.engine.waiting_bytes(template) <= self.limit
+            0 < waiting_bytes(template) <= self.limit
             and node.saved.author == box.number
-            and self._tree.engine.may_wait(template)
+            and may_wait(template, network=self._tree.network)
         ):
             self._tree.background.later(box.number, self._make, box, node)
 
@@ -191,7 +192,7 @@ class Standby:
                 return
         if box.closing or not self.yield_memory():
             return
-        size = tree.engine.waiting_bytes(node.template)
+        size = waiting_bytes(node.template)
         try:
             with tree.pinned(node.number) as pinned, self._making:
                 self._target = (box, pinned)
