@@ -86,6 +86,7 @@ class Sandbox:
         hostname: str = "sandbox",
         on_external: Literal["reset", "refuse"] = "reset",
         io_uring: bool = False,
+        standby: str | int = "256M",
         max_memory: str | int | None = None,
         max_disk: str | int | None = None,
         keep: Policy = KEEP_ALL,
@@ -110,6 +111,10 @@ class Sandbox:
         io_uring: whether programs may use io_uring(7). It cannot be given back, so no checkpoint
             can be taken then while a ring is open. By default there is none inside, and programs
             do without, as Node.js and all that stands on libuv. seccomp's strict mode needs True.
+        standby: bytes, or a string such as `"1G"`: memory that restored trees of processes may take
+            which wait, in the background, for the rollback that is likely to come (to the last
+            checkpoint, or to the one rolled back to). They share the checkpoint's memory, so it is
+            a few MiB for each. 0: none wait, and a rollback takes one or two milliseconds longer.
         max_memory, max_disk: change the engine's budget for all its sandboxes: what checkpoints may
             hold in memory, what images may take on disk. Beyond it is `NoSpace`.
         keep: which checkpoints the tree keeps on its own, as for `keep`. By default all.
@@ -142,6 +147,7 @@ class Sandbox:
             hostname=hostname,
             on_external=on_external,
             io_uring=bool(io_uring),
+            standby=arguments.size(standby, "standby") if standby else 0,
             max_memory=arguments.optional(max_memory, "max_memory"),
             max_disk=arguments.optional(max_disk, "max_disk"),
             keep=described(keep),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from deltabox import DeltaBoxError, Process, Sandbox, Shell
+from tests.api.test_standby import awaited, used
 from tests.objects.test_mqueue import CALLS
 from tests.probe import Probe
 
@@ -33,8 +34,9 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 class State:
     """A sandbox with a shell and a python that hold something, and a checkpoint."""
 
-    def __init__(self) -> None:
-        self.sandbox = Sandbox.create()
+    def __init__(self, standby: str | int = 0) -> None:
+        # 0: whether one waits would depend on the time that the background has had
+        self.sandbox = Sandbox.create(standby=standby)
         self.shell: Shell = self.sandbox.shell()
         self.shell.run("x=1; sleep 1000 & sleep 1001 | sleep 1002 &")
         self.python: Process = self.sandbox.spawn(
@@ -153,6 +155,26 @@ def test_rollback(state: State, kind: str) -> None:
         state.counter = 2 if x == "1" else state.counter + 1
 
     assert _each_fault(state, kind, operation, lambda: state.shell.run("x=2")) > 20
+
+
+def test_rollback_to_a_standby(faulty: None) -> None:
+    state = State("256M")
+
+    def prepare() -> None:
+        state.shell.run("x=2")
+        awaited(state.sandbox, state.first)
+
+    def operation(look: bool) -> None:
+        if not look:
+            state.sandbox.rollback("first")
+            return
+        x = state.shell.run("echo $x").stdout.strip()
+        state.works(state.sandbox, x, 1 if x == "1" else state.counter)
+        state.counter = 2 if x == "1" else state.counter + 1
+
+    assert _each_fault(state, "call", operation, prepare) > 3
+    assert used(state.sandbox) > 3
+    state.sandbox.close()
 
 
 @pytest.mark.parametrize("kind", ["call", "record"])

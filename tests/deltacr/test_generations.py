@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deltabox import Sandbox
+from tests.api.test_standby import awaited
 from tests.conftest import keepers
 from tests.deltacr.test_nothing_silent import compare, look
 
@@ -60,7 +61,9 @@ def test_thirty_generations_of_a_server(sandbox: Sandbox) -> None:
         older, checkpoint = checkpoint, sandbox.checkpoint()
         older.delete()
         if generation == 9:  # pools and spares are full by now
+            awaited(sandbox, checkpoint)
             held = _held_by_keeper()
+    awaited(sandbox, checkpoint)
     assert compare(before, look(sandbox)) == []
     after = _held_by_keeper()
     grown = {what: (held[what], after[what]) for what in held if after[what] > held[what] + 4}

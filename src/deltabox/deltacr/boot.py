@@ -278,6 +278,7 @@ class First:
 def first(world: World, furnish: Callable[[Program, Sequence], None] | None = None) -> First:
     """The whole of it. `furnish` adds what PID 1 shall have open besides, from OWN upwards."""
     program = Program(*FIRST_INPUTS)
+    program.root.keep_to_itself()
     init = program.sequence("PID 1")
     pid = first_process(program, init, world)
     settle(program, init, world)

@@ -36,6 +36,7 @@ from ..errors import (
     UnsupportedState,
 )
 from ..linux import cgroup
+from ..linux import numbers as nr
 from ..linux.cgroup import remove as remove_cgroup
 from . import ahead, boot, checkpoint
 from .asked import Asked
@@ -47,7 +48,7 @@ from .model import External
 from .network import Network, Networks
 from .objects import seccomp, terminals
 from .objects.ghosts import Attic
-from .peer import Peer, PeerGone, ProgramFailed, end_task, own_task, pair
+from .peer import Loaded, Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import SLOTS, WORLD_SLOT, Program, Sealed
 from .reports import Exit as Exit
 from .stash import duplicate, plan
@@ -60,8 +61,10 @@ __all__ = ["Engine", "Exit", "Live", "Template", "Tree", "remove_cgroup"]
 
 _INTERPRETER = Path(__file__).with_name("_interpreter")
 _BLANKS = 2
-_SPARE = 4
+_SPARE, _MOST = 2, 64  # one more waits in each spare, and in each standby
 _GENERATIONS = 8
+_MADV_COLLAPSE = 25
+_GATHERED = 32 << 20  # bytes at once
 _OWN_MEMORY = 4 << 20  # what a template and its door take besides the pages they hold
 
 
@@ -153,6 +156,7 @@ class Tree:
         self._world: WorldState | None = None  # of an untouched sandbox; the same for all
         self._networks: deque[Network] = deque()
         self._starting = 0
+        self._stock = _SPARE  # of groups and network namespaces
         self._templates: set[Template] = set()
         self.ledger = Ledger()
         self._first: Template | None = None
@@ -196,8 +200,15 @@ class Tree:
     def open_world(self, template: Template, *, root_mount: int) -> Live:
         """A PID 1 with everything that `restore` needs, made ahead; it takes hardly any memory."""
         assert template.first is not None
+        assert template.sealed is not None
         try:
-            return self._first_process(template, template.first, root_mount, tasks=1)
+            world = self._first_process(template, template.first, root_mount, tasks=1)
+            try:
+                world.loaded = Loaded(template.sealed, world.slot)
+            except BaseException:
+                world.end()
+                raise
+            return world
         except (ProgramFailed, PeerGone) as error:
             raise RollbackError(f"no first process could be made: {error}") from error
 
@@ -221,7 +232,7 @@ class Tree:
             if live is None:
                 live = self._first_process(template, template.first, root_mount)
             else:
-                self._use(live)
+                self.use(live)
             self._rebuild(live, template, template.sealed, {**externals, **holders})
         except (ProgramFailed, PeerGone, OSError) as error:
             if live is not None:
@@ -240,9 +251,14 @@ class Tree:
         live.base = live.cloned_from = template
         return live
 
-    def _use(self, world: Live) -> None:
-        """Make room for a whole tree in what has waited."""
-        world.tasks = 0
+    def let_wait(self, live: Live, tasks: int) -> None:
+        """A restored tree with so many tasks will wait: it needs no sandbox's share of limits."""
+        live.tasks = tasks
+        self._scale_groups()
+
+    def use(self, live: Live) -> None:
+        """Make room for what a tree that has waited will need when it runs."""
+        live.tasks = 0
         self._scale_groups()
 
     def _rebuild(
@@ -254,7 +270,8 @@ class Tree:
         with peer.lock:
             with template.cloning:
                 asked = Asked(peer, self.owner, template.capture)
-                run = peer.send(sealed, live.slot, fds)
+                loaded, live.loaded = live.loaded, None
+                run = peer.start(loaded or Loaded(sealed, live.slot), fds)
                 asked.serve(run)
                 peer.answer(run)  # all clones have been made
             live.await_answer(run)
@@ -446,6 +463,7 @@ class Tree:
         if live.successor is not None or base is None or base.closed:
             return
         try:
+            self._gather(base)
             old = base.depth >= _GENERATIONS
             made = self._copy_of(base) if old else self._fork_of(base)
         except (OSError, ProgramFailed, PeerGone, CheckpointError) as error:
@@ -453,6 +471,24 @@ class Tree:
             return
         if not live.keep_successor(base, made):
             made.close()
+
+    def _gather(self, template: Template) -> None:
+        """Put pages that a template has to itself into huge ones, which are quicker to fork.
+
+        MADV_COLLAPSE leaves no flag behind. Only what is full of pages: no memory is added.
+        """
+        if template.depth or template.gathered or template.stash is None:
+            return
+        template.gathered = True
+        for low, high in template.stash.full():
+            for start in range(low, high, _GATHERED):
+                size = min(high - start, _GATHERED)
+                program = Program()
+                program.root.call(nr.MADVISE, start, size, _MADV_COLLAPSE, may_fail=True)
+                with template.life:  # not for long: a checkpoint may want to fork it
+                    if template.closed or self._closed:
+                        return
+                    template.peer.run(program.seal(), 0)
 
     def _successor(self, live: Live) -> Template:
         """A template for the next checkpoint: prepared, forked now, or blank."""
@@ -563,13 +599,20 @@ class Tree:
                 return self._blanks.popleft()
         return self._blank()
 
+    def expect(self, count: int) -> None:
+        """So many trees were made at once, and may be again: keep as much in stock, up to a point.
+
+        A network namespace takes some 60 KiB of the kernel's memory, a group less.
+        """
+        self._stock = max(self._stock, min(count, _MOST))
+
     def refill(self) -> None:
         """Make spare templates, groups and network namespaces; for the caller's background."""
         with self._refill_lock:
             try:
-                while not self._closed and self.groups.spare < _SPARE:
+                while not self._closed and self.groups.spare < self._stock:
                     self.groups.stock()
-                while not self._closed and len(self._networks) < _SPARE:
+                while not self._closed and len(self._networks) < self._stock:
                     network = self._new_network()
                     with self._lock:
                         self._networks.append(network)

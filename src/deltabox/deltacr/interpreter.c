@@ -38,6 +38,7 @@ enum { SYS_read = 0, SYS_write = 1, SYS_poll = 7, SYS_mmap = 9, SYS_mprotect = 1
 enum op { OP_END, OP_CALL, OP_CLONE, OP_BARRIER, OP_COPY, OP_RESUME, OP_SERVE, OP_TIMER,
           OP_STORE, OP_SKIP_IF_ERROR, OP_LOAD, OP_MERGE, OP_EXPECT,
           OP_PULL };
+enum wait { WAIT, PASS, SLEEP };
 enum { MAY_FAIL = 1, LATE = 2 /* after the point of no return: no fault is injected */ };
 
 struct record {
@@ -114,21 +115,22 @@ static void fail(struct header *h, u64 where, s32 error)
 
 /*
  * All `count` parties arrive before any of those that wait goes on; -1 if one failed instead.
- * A party with `pass` set only says that it has come this far.
+ * A party that passes only says that it has come this far; one that sleeps does not look whether
+ * another has failed meanwhile, for it may be there for hours.
  */
-static int barrier(struct header *h, u32 *word, u32 count, s64 pass)
+static int barrier(struct header *h, u32 *word, u32 count, enum wait mode)
 {
         u32 seen = __sync_add_and_fetch(word, 1);
         if (seen >= count)
                 wake(word);
-        if (pass)
+        if (mode == PASS)
                 return *(volatile u32 *)&h->failed ? -1 : 0;
         while (seen < count) {
                 /* looked at again now and then: the keeper sets `failed` when a party was killed */
                 s64 moment[2] = { 0, 50000000 };
                 if (*(volatile u32 *)&h->failed)
                         return -1;
-                call6(SYS_futex, (s64)word, 0, seen, (s64)moment, 0, 0);
+                call6(SYS_futex, (s64)word, 0, seen, mode == SLEEP ? 0 : (s64)moment, 0, 0);
                 seen = *(volatile u32 *)word;
         }
         return *(volatile u32 *)&h->failed ? -1 : 0;

@@ -43,7 +43,7 @@ from .look import CommonLook
 from .model import Capture
 from .network import Network
 from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
-from .peer import Peer, PeerGone, ProgramFailed, Run, insist
+from .peer import Loaded, Peer, PeerGone, ProgramFailed, Run, insist
 from .records import REQUEST_SLOT, Program, Ref, Sealed, Var
 from .reports import Exit, Reports
 from .space import Space
@@ -95,6 +95,7 @@ class Live:
         self.root = -1
         self.lock = threading.RLock()  # held by spawn and by a freeze: no child is half made
         self.world = WorldState(0, b"")
+        self.loaded: Loaded | None = None  # the restore, in a world that was made ahead
         self.tasks = 0  # while it waits to be used: how many it has, instead of a sandbox's share
         self.waits = Waits()
         self.origin: Capture | None = None  # what it was restored from
@@ -208,6 +209,7 @@ class Live:
         """
         names = [f"fd{number}" for number in stdio]
         program = Program(*names)
+        program.root.keep_to_itself()
         body = program.sequence("spawn")
         arguments = program.clone_args(
             flags=ns.CLONE_VM | ns.CLONE_VFORK | ns.CLONE_CLEAR_SIGHAND,
@@ -400,9 +402,9 @@ class Live:
     # -- the end ------------------------------------------------------------------------------
 
     @property
-    def alive(self) -> bool:
-        """Whether PID 1 has not ended."""
-        return not self._ended and not pidfd.ended(self.pidfd, 0)
+    def fit(self) -> bool:
+        """For one that has waited: whether PID 1 lives, and its network is still carried."""
+        return not self._ended and not pidfd.ended(self.pidfd, 0) and self.network.carried
 
     def release(self) -> None:
         """Let a restored tree run. The answer to the barrier message is its start."""
@@ -458,6 +460,9 @@ class Live:
             with self.ahead.excluded():  # what it uses is closed from here on
                 self.forget_others(())
             self.peer.close()
+            if self.loaded is not None:
+                self.loaded.close()
+                self.loaded = None
             self.reports.close()
             for fd in (self.root, self.pidfd, *self.handed.values()):
                 if fd >= 0:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..linux import pidfd
-from .records import VARIABLES_OFFSET, Sealed, Var
+from .records import BUDGET_OFFSET, VARIABLES_OFFSET, Sealed, Var
 
 MAX_DESCRIPTORS = 250
 _WORD = struct.Struct("<Q")
@@ -64,6 +64,39 @@ class Run:
             raise ProgramFailed(error, self.sealed.locate(where))
 
 
+class Loaded:
+    """A program in control memory of its own, made for one slot; ready to be started once."""
+
+    def __init__(self, sealed: Sealed, slot: int) -> None:
+        if len(sealed.inputs) > MAX_DESCRIPTORS:
+            raise ProgramFailed(errno.EMFILE, "too many descriptors for one program")
+        address, size, words = sealed.place(slot)
+        self.request = struct.pack("<3Q", address, size, sealed.entry)
+        self.memfd = os.memfd_create("deltabox", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.memfd, size)
+            os.pwrite(self.memfd, sealed.content, 0)
+            memory = mmap.mmap(self.memfd, size)
+            for at, value in words:
+                _WORD.pack_into(memory, at, value)
+        except BaseException:
+            self.close()
+            raise
+        self.run = Run(sealed, memory)
+
+    def close(self) -> None:
+        """Our descriptor of it; the memory stays as long as it is mapped."""
+        if self.memfd >= 0:
+            os.close(self.memfd)
+            self.memfd = -1
+
+    def __enter__(self) -> Loaded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Peer:
     """One end of a conversation; requests are serialized."""
 
@@ -73,26 +106,23 @@ class Peer:
 
     def send(self, sealed: Sealed, slot: int, fds: Mapping[str, int]) -> Run:
         """Start a program without waiting for it."""
-        if len(sealed.inputs) > MAX_DESCRIPTORS:
-            raise ProgramFailed(errno.EMFILE, "too many descriptors for one program")
-        address, size, patches = sealed.place(slot, choose_fault(sealed.records))
-        memfd = os.memfd_create("deltabox", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(memfd, size)
-            os.pwrite(memfd, sealed.content, 0)
-            memory = mmap.mmap(memfd, size)
-            for at, value in patches:
-                _WORD.pack_into(memory, at, value)
-            numbers = array.array("i", [memfd, *(fds[name] for name in sealed.inputs)])
-            self.sock.sendmsg(
-                [struct.pack("<3Q", address, size, sealed.entry)],
-                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)],
-            )
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise PeerGone("the process that runs programs has ended") from error
-        finally:
-            os.close(memfd)
-        return Run(sealed, memory)
+        return self.start(Loaded(sealed, slot), fds)
+
+    def start(self, loaded: Loaded, fds: Mapping[str, int]) -> Run:
+        """As `send`, of a program that lies in its control memory already; it is used up."""
+        with loaded:
+            run = loaded.run
+            budget = choose_fault(run.sealed.records)
+            if budget:
+                _WORD.pack_into(run.memory, BUDGET_OFFSET, budget)
+            numbers = array.array("i", [loaded.memfd, *(fds[name] for name in run.sealed.inputs)])
+            try:
+                self.sock.sendmsg(
+                    [loaded.request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)]
+                )
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise PeerGone("the process that runs programs has ended") from error
+        return run
 
     def answer(self, run: Run, timeout: float = 10.0) -> None:
         """Wait for a program that was sent; raises what went wrong in it."""

@@ -121,6 +121,7 @@ class _Compiler:
         locks.restore(self.rebuild)
         self._check_room()
         self._clone_all(init, self.root)
+        init.keep_to_itself()
         # What a clone inherits is a property of the memory that all restores of this template
         # share: the keeper lets the next one begin when this one says so.
         init.call(nr.WRITE, boot.REQUESTS, program.data(bytes(8)), 8, what="tell of the clones")
@@ -543,7 +544,7 @@ class _Compiler:
         if leader:
             kernel_files.position(self.rebuild, do, process)
         if local is None:
-            do.barrier(_GO, self.running + 1)
+            do.barrier(_GO, self.running + 1, sleep=True)
         else:
             if leader:
                 do.call(nr.KILL, process.pid, process.stopped)

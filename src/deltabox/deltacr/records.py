@@ -17,6 +17,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from ..linux import numbers as nr
+
 # The address range that is ours in every process we make; interpreter.c has the same numbers.
 # Programs that choose addresses at random stay below: V8 and PartitionAlloc take 46 bits of them.
 # The kernel puts executables above 0x5555_5555_4000, everything else higher still.
@@ -65,6 +67,7 @@ class Op(IntEnum):
 
 
 SCRATCH = 65536
+_MADV_DONTFORK = 10
 
 
 MAY_FAIL = 1
@@ -144,13 +147,23 @@ class Sequence:
         if expect is not None and save is not None:
             self.expect(save, expect, what=what)
 
+    def keep_to_itself(self) -> None:
+        """Let nobody cloned from now on inherit the control memory, unless it shares all memory.
+
+        A template has those of all trees restored from it, and copying each costs every clone.
+        """
+        self.call(nr.MADVISE, Ref(0), self.program.length, _MADV_DONTFORK, may_fail=True)
+
     def clone(self, arguments: Ref, body: Sequence, *, save: Var | None = None) -> None:
         """clone3(2); the child runs `body` on the stack named in the clone_args."""
         self._add(Op.CLONE, arguments, Entry(body), save=save, what=f"clone of {body.label}")
 
-    def barrier(self, index: int, parties: int, *, wait: bool = True) -> None:
-        """Arrive where all parties do; with `wait=False` go on without the others."""
-        self._add(Op.BARRIER, index, parties, int(not wait))
+    def barrier(self, index: int, parties: int, *, wait: bool = True, sleep: bool = False) -> None:
+        """Arrive where all parties do; with `wait=False` go on without the others.
+
+        `sleep` is for a barrier that may take hours and where nothing can fail any more.
+        """
+        self._add(Op.BARRIER, index, parties, 2 if sleep else int(not wait))
 
     def copy(self, to: Argument, origin: Argument, size: int) -> None:
         self._add(Op.COPY, to, origin, size)
@@ -400,7 +413,7 @@ class Sealed:
                 return f"{label}: record {index}" + (f" ({whats[index]})" if whats[index] else "")
         return f"record at {where}"
 
-    def place(self, slot: int, budget: int = 0) -> tuple[int, int, list[tuple[int, int]]]:
+    def place(self, slot: int) -> tuple[int, int, list[tuple[int, int]]]:
         """For one run in the given slot: the control memory's address, its size, and the 64-bit
         words, by offset, in which it differs from `content`.
         """
@@ -410,5 +423,4 @@ class Sealed:
         values = (address - CONTROL, address + size, OURS_END - address - size, size)
         words = list(zip(self.slot_variables, values, strict=True))
         words += [(index, PLACES + slot * PLACE + offset) for index, offset in self.places]
-        patches = [(VARIABLES_OFFSET + 8 * index, value) for index, value in words]
-        return address, size, [*patches, (BUDGET_OFFSET, budget)]
+        return address, size, [(VARIABLES_OFFSET + 8 * index, value) for index, value in words]

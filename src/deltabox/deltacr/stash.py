@@ -135,6 +135,17 @@ class Stash:
                 self._of.setdefault(owner, {})[start] = held
         return self._of.get(pid, {})
 
+    def full(self) -> list[tuple[int, int]]:
+        """Ranges of whole huge pages of anonymous memory in which every page is held."""
+        found = []
+        for held in self.held.values():
+            for low, high in held.pages if held.file is None else ():
+                first = (low + held.shift + _SMALL - 1) & -_SMALL
+                last = (high + held.shift) & -_SMALL
+                if first < last:
+                    found.append((first, last))
+        return found
+
     def sizes(self) -> dict[int, int]:
         """Bytes held for each process."""
         sizes: dict[int, int] = {}

@@ -55,6 +55,7 @@ class Template:
         self.sealed: Sealed | None = None
         self.first: First | None = None  # makes the PID 1 that `sealed` is run by
         self.stash: Stash | None = None  # what it holds, and where
+        self.gathered = False  # into huge pages
         self.depth = 0  # generations of forks since the last full copy
         self.capture: Capture | None = None
         self.read_ahead = 0  # bytes that were copied before the checkpoint

@@ -61,6 +61,7 @@ class Image:
         self._size_limit = size_limit
         self._reserve = reserve
         self._lock = threading.Lock()
+        self._making = threading.Lock()  # sixteen take 7 ms one by one, 30 ms at once
         self._number = 0
         self._closed = False
         self._ballast = 0
@@ -219,7 +220,8 @@ class Image:
         """A new layer that starts as the snapshot, ready for `root_mount`."""
         number = self._next()
         with self._space("layer"):
-            _snapshot(self._snapshots, snapshot.number, self._layers, number, read_only=False)
+            with self._making:
+                _snapshot(self._snapshots, snapshot.number, self._layers, number, read_only=False)
             layer = Layer(self, number, snapshot)
             try:
                 _forget_volatile(layer)

@@ -9,6 +9,9 @@ What is deleted goes to a second queue, `later`: five hundred checkpoints droppe
 stand between a sandbox and its next spare. It is served one piece at a time when the first queue is
 empty, with pauses three times as long as the work; and, so that a sandbox that never rests cannot
 outgrow it, after any other piece of work once its oldest has waited for a second.
+
+What is made for the case that it will be wanted (a standby) is done `quietly`: when nothing has
+been asked for some milliseconds.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+Item = tuple[Callable[..., Any], tuple[Any, ...]]
+_QUIET = 0.005  # seconds without work after which the quiet kind begins
 _REST = 3.0  # times as long as a piece of the second queue took, nothing more of it is done
 _SHORTEST = 0.002
 _PATIENCE = 1.0  # seconds that the second queue gives way to the first
@@ -51,15 +56,20 @@ def _begin_deferred() -> None:
         background._queue.put(item)
 
 
+def _look_again() -> None:
+    """Something that can wait has been added."""
+
+
 class Background(threading.Thread):
     """A queue of calls and the thread that makes them. An error is logged and passed over."""
 
-    def __init__(self, name: str, *, idle: Callable[[], None]) -> None:
+    def __init__(self, name: str, *, idle: Callable[[], None], busy: Callable[[], bool]) -> None:
         super().__init__(name=f"background {name}", daemon=True)
         self._idle = idle
-        self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._busy = busy
+        self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._quiet: dict[str, Item] = {}
         self._later: deque[tuple[float, Callable[..., Any], tuple[Any, ...]]] = deque()
         self._pause = _SHORTEST
         self.start()
@@ -96,9 +106,11 @@ class Background(threading.Thread):
     def run(self) -> None:
         while True:
             try:
-                item = self._queue.get(timeout=self._pause if self._later else 1.0)
+                item = self._queue.get(timeout=self._patience())
             except queue.Empty:
-                if not self._at_leisure():
+                if quiet := self._take_quiet():
+                    self._call(*quiet)
+                elif not self._at_leisure() and not self._quiet:
                     self._call(self._idle, ())
                 continue
             if item is None:
@@ -106,6 +118,18 @@ class Background(threading.Thread):
             self._call(*item)
             if self._waits_too_long():
                 self._at_leisure()
+
+    def _patience(self) -> float:
+        """Seconds to wait for work before something that can wait is done."""
+        if self._quiet:
+            return _QUIET
+        return self._pause if self._later else 1.0
+
+    def _take_quiet(self) -> Item | None:
+        with self._lock:
+            if not self._quiet or self._busy():
+                return None
+            return self._quiet.pop(next(iter(self._quiet)))
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
@@ -124,6 +148,15 @@ class Background(threading.Thread):
             return time.monotonic() - self._later[0][0] > _PATIENCE
         except IndexError:
             return False
+
+    def quietly(self, key: str, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function(*args)` when there has been nothing to do for a moment and nobody is
+        `busy`. A later one with the same key takes the place of one that has not begun.
+        """
+        with self._lock:
+            self._quiet.pop(key, None)
+            self._quiet[key] = (function, args)
+        self.submit(_look_again)
 
     def flush(self) -> None:
         """Wait until everything submitted so far is done, but for what can wait."""

@@ -104,6 +104,11 @@ class Box:
                 raise SandboxClosed(f"cannot {what}: the sandbox is closed")
             yield
 
+    @property
+    def operates(self) -> bool:
+        """Whether somebody waits for a checkpoint, a rollback, a fork or the end."""
+        return self._operation.locked()
+
     def check_closed(self) -> None:
         """Raise if the sandbox has been closed. The condition is held."""
         if self.closing:
@@ -396,10 +401,6 @@ class Box:
     ) -> dict[int, Handle]:
         """New handles, with new pipes, in a state that was saved."""
         handles: dict[int, Handle] = {}
-
-        def resumed(call: int) -> bool:
-            return call in saved.calls and call in self.calls
-
         try:
             for state in saved.handles:
                 handles[state.number] = restored(
@@ -407,7 +408,6 @@ class Box:
                     pump=self.pump,
                     changed=self.changed,
                     in_flight=self.calls.__contains__,
-                    resumed=resumed,
                     owner=self.tree.owner,
                     externals=externals,
                     shut=shut,
@@ -419,7 +419,17 @@ class Box:
                 os.close(fd)
             externals.clear()
             raise
+        self.reconsider(saved, handles)
         return handles
+
+    def reconsider(self, saved: Saved, handles: dict[int, Handle]) -> None:
+        """Have rebuilt handles forget the callers that wait no longer. The condition is held."""
+
+        def resumed(call: int) -> bool:
+            return call in saved.calls and call in self.calls
+
+        for handle in handles.values():
+            handle.resume(resumed)
 
     def switch(
         self,

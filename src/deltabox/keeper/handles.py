@@ -208,6 +208,19 @@ class Handle:
             reader.buffer = Kept()
             reader.resume()
 
+    def resume(self, resumed: Callable[[int], bool]) -> None:
+        """Forget, after a restore, what nobody waits for any more.
+
+        `resumed(call)` says whether the caller that waited when the checkpoint was taken waits
+        still (its call is in flight and goes on).
+        """
+        self.results = {n: done for n, done in self.results.items() if resumed(done.call)}
+        command = self.command
+        if command is not None and not command.sent and not resumed(command.call):
+            self.command = None
+        if self.kind == RUN and not self.discard and not resumed(self.call):
+            self.abandon()
+
     # -- what happened ---------------------------------------------------------------------
 
     def exited(self, status: int) -> None:
@@ -280,18 +293,15 @@ def restored(
     pump: Pump,
     changed: threading.Condition,
     in_flight: Callable[[int], bool],
-    resumed: Callable[[int], bool],
     owner: int,
     externals: dict[str, int],
     shut: list[Writer],
 ) -> Handle:
     """A handle with new pipes in the state that was saved.
 
-    The programs' ends go into `externals`, for the engine. `resumed(call)` says whether the caller
-    that waited when the checkpoint was taken waits still (its call is in flight and goes on); it is
-    asked now, `in_flight` later. A standard input that had been closed gets a pipe all the same,
-    because the engine may have bytes to put back into it; its writer is added to `shut`, to be
-    closed once the engine is done.
+    The programs' ends go into `externals`, for the engine; `Handle.resume` does the rest. A
+    standard input that had been closed gets a pipe all the same, because the engine may have bytes
+    to put back into it; its writer is added to `shut`, to be closed once the engine is done.
     """
     handle = Handle(
         saved.number,
@@ -331,12 +341,9 @@ def restored(
     except BaseException:
         handle.close()
         raise
-    handle.results = {number: done for number, done in saved.results if resumed(done.call)}
-    command = saved.command
-    if command is not None and not command.sent and not resumed(command.call):
-        command = None
-    handle.command = command
-    if saved.discard or (saved.kind == RUN and not resumed(saved.call)):
+    handle.results = dict(saved.results)
+    handle.command = saved.command
+    if saved.discard:
         handle.abandon()
     return handle
 

@@ -113,6 +113,7 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget) -> Node:
     tree.background.submit(tree.stock, node)
     tree.background.submit(tree.engine.prepare, box.live)
     tree.background.submit(tree.engine.refill)
+    tree.standby.want(box, node, budget)
     return node
 
 
@@ -120,11 +121,13 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
     """Put the sandbox back into the state of a checkpoint."""
     tree = box.tree
     with box.operating("roll back"), tree.pinned(reference) as node:
+        tree.dying.acquire()
         try:
-            new = tree.revive(box, node)
-        except DeltaBoxError:
-            raise
-        except Exception as error:
+            new = _revived(box, node)
+        except BaseException as error:
+            tree.dying.release()
+            if isinstance(error, DeltaBoxError) or not isinstance(error, Exception):
+                raise
             log.exception("%s: rollback", box.number)
             raise RollbackError(f"nothing was rolled back: {error}") from error
         with box.steady:
@@ -136,7 +139,9 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
             except Exception as error:
                 with box.changed:
                     box.listen()
+                tree.dying.release()
                 tree.forsake(box, new)
+                tree.standby.want(box, node, budget)
                 raise RollbackError(f"nothing was rolled back: {error}") from error
             with box.changed:
                 box.switch(new.live, new.layer, new.handles, new.registrations, node.saved)
@@ -147,6 +152,12 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
         tree.background.submit(tree.engine.work_ahead, new.live)
         tree.background.submit(_dispose, box, old_live, old_layer, old_handles)
         tree.background.submit(tree.engine.refill)
+        tree.standby.want(box, node, budget)
+
+
+def _revived(box: Box, node: Node) -> Revived:
+    """The checkpoint's tree, which has waited or is built now."""
+    return box.tree.standby.take(box, node) or box.tree.revive(box, node)
 
 
 def _dispose(box: Box, live: Live, layer: Layer, handles: dict[int, Handle]) -> None:
@@ -154,6 +165,7 @@ def _dispose(box: Box, live: Live, layer: Layer, handles: dict[int, Handle]) -> 
     try:
         live.end()
     finally:
+        box.tree.dying.release()
         box.tree.image.delete(layer)
 
 
@@ -203,6 +215,7 @@ def fork(
             for copy, new in revived:
                 new.live.release()
                 copy.let_go()
+            tree.engine.expect(count)
             tree.background.submit(tree.stock, node)
             tree.background.submit(tree.engine.refill)
             return copies
@@ -228,6 +241,7 @@ def close(box: Box) -> bool:
                 box.registrations.close()
                 handles, box.handles = box.handles, {}
             steps = [
+                lambda: box.tree.standby.drop(box=box),
                 lambda: close_handles(box, handles),
                 box.live.end,
                 lambda: box.tree.image.delete(box.layer),

@@ -59,7 +59,7 @@ class Requests:
         if os.environ.get("DELTABOX_FAULTS") == "1":
             self.faults = Faults()
             self.faults.install()
-        self.executor = ThreadPoolExecutor(16, thread_name_prefix="fork")
+        self.executor = ThreadPoolExecutor(4, thread_name_prefix="fork")
 
     def handler(self, op: str) -> Callable[..., Any]:
         """The method for a request."""
@@ -93,6 +93,7 @@ class Requests:
         hostname: str,
         on_external: str,
         io_uring: bool,
+        standby: int,
         max_memory: int | None,
         max_disk: int | None,
         keep: dict[str, Any],
@@ -132,6 +133,7 @@ class Requests:
                 io_uring=io_uring,
                 budget=self.budget,
                 policy=rebuilt(keep),
+                standby=standby,
             )
             try:
                 box = tree.boot(hostname)
@@ -393,6 +395,9 @@ class Requests:
         self, connection: Connection, *, box: str, path: str, recursive: bool
     ) -> None:
         self._files(box, lambda inside: inside.remove(path, recursive=recursive))
+
+    def do_standby(self, connection: Connection, *, box: str) -> dict[str, Any]:
+        return self.box(box).tree.standby.describe()
 
     # -- tests -------------------------------------------------------------------------------
 

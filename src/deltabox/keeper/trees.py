@@ -43,12 +43,15 @@ from .budget import Budget
 from .handles import Handle
 from .identity import Registrations
 from .retention import Retention
+from .standby import Standby
 from .streams import Pump, Writer
 
 log = logging.getLogger(__name__)
 
 SPARES = 16
 """Spare layers kept in one tree; the oldest go first."""
+DYING = 4
+"""Trees of processes that may be ending at once; the next rollback waits for one of them."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class Tree:
         io_uring: bool,
         budget: Budget,
         policy: Policy,
+        standby: int,
     ) -> None:
         self.name = name
         self.base = base
@@ -148,6 +152,8 @@ class Tree:
         self._spare_order: list[Node] = []
         self._leaving: dict[str, Node] = {}
         self._disk = 0
+        self.standby = Standby(self, limit=standby)
+        self.dying = threading.BoundedSemaphore(DYING)
         with ExitStack() as undo:
             self.image = Image.create(directory, name=name, size_limit=disk_limit)
             undo.callback(self.image.close)
@@ -171,7 +177,7 @@ class Tree:
             undo.callback(os.close, self.engine.reference)
             self.engine.ledger.report = lambda change: budget.took(memory=change)
             self.retention.change(policy, ())
-            self.background = Background(name, idle=self._idle)
+            self.background = Background(name, idle=self._idle, busy=self._busy)
             budget.enter(self)
             undo.pop_all()
 
@@ -370,6 +376,7 @@ class Tree:
             self.background.later(self._free, node)
 
     def _free(self, node: Node) -> None:
+        self.standby.drop(node=node)
         self._drop_spare(node)
         node.template.close()
         self.image.delete(node.snapshot)
@@ -489,8 +496,8 @@ class Tree:
         """The checkpoint's spare, made now if there is none."""
         with node.spare_lock:
             spare, node.spare = node.spare, None
-        if spare is not None and spare.world is not None and not spare.world.alive:
-            log.info("%s: a process made ahead has died", self.name)
+        if spare is not None and spare.world is not None and not spare.world.fit:
+            log.info("%s: a process made ahead has died, or its network", self.name)
             self.discard_spare(spare)
             spare = None
         return spare if spare is not None else self.make_spare(node)
@@ -594,13 +601,20 @@ class Tree:
             self.image.presync()
             self.engine.work_ahead(box.live)
 
+    def _busy(self) -> bool:
+        """Whether somebody waits for a checkpoint, a rollback or a fork."""
+        with self.lock:
+            boxes = list(self.boxes.values())
+        return any(box.operates for box in boxes)
+
     def _idle(self) -> None:
+        self.standby.yield_memory()
         self.image.maintain()
         self.account()
 
     def close(self) -> None:
         """Free everything. There is no sandbox left."""
-        steps: list[Callable[[], Any]] = [self.background.end]
+        steps: list[Callable[[], Any]] = [self.background.end, self.standby.drop]
         with self.lock:
             nodes = [*self.nodes.values(), *self._leaving.values()]
             self.nodes.clear()

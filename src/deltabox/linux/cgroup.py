@@ -59,7 +59,14 @@ _MEMORY = {1: "memory.limit_in_bytes", 2: "memory.max"}
 
 def processes(path: Path) -> list[int]:
     """Process ids in the group (not in its children), as this process sees them."""
-    return [int(pid) for pid in (path / "cgroup.procs").read_text().split()]
+    fd = os.open(path / "cgroup.procs", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = []
+        while part := os.read(fd, 65536):
+            parts.append(part)
+    finally:
+        os.close(fd)
+    return [int(pid) for pid in b"".join(parts).split()]
 
 
 def remove(path: Path, timeout: float = 5.0) -> None:
