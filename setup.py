@@ -68,7 +68,15 @@ def compile_program(directory: Path, program: str) -> None:
         sys.exit(f"deltabox needs a C compiler to build: {compiler[0]!r} is not installed")
     output.parent.mkdir(parents=True, exist_ok=True)
     fresh = output.with_name(f"{output.name}.{os.getpid()}")
-    command = [*compiler, *FLAGS, *flags, "-o", str(fresh), *(str(SOURCES / s) for s in sources), *libraries]
+    command = [
+        *compiler,
+        *FLAGS,
+        *flags,
+        "-o",
+        str(fresh),
+        *(str(SOURCES / s) for s in sources),
+        *libraries,
+    ]
     print(" ".join(command), flush=True)
     try:
         subprocess.run(command, check=True)

@@ -7,7 +7,7 @@
 ...     sb.rollback(cp)
 """
 
-from .checkpoint import Change, Checkpoint, Stats
+from .checkpoint import Change, Checkpoint, Stats, Usage
 from .errors import (
     CheckpointError,
     CommandFailed,
@@ -25,6 +25,7 @@ from .errors import (
 )
 from .files import Files, FileStat
 from .process import BytesProcess, BytesResult, Process, ProcessInfo, Result
+from .retention import KeepAll, KeepFitting, KeepLast, KeepReachable
 from .sandbox import Sandbox
 from .shell import Shell
 
@@ -41,6 +42,10 @@ __all__ = [
     "Files",
     "ForkError",
     "HostUnsupported",
+    "KeepAll",
+    "KeepFitting",
+    "KeepLast",
+    "KeepReachable",
     "NoSpace",
     "Process",
     "ProcessInfo",
@@ -54,4 +59,5 @@ __all__ = [
     "Stats",
     "UnknownCheckpoint",
     "UnsupportedState",
+    "Usage",
 ]

@@ -11,6 +11,7 @@ and says so instead.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +47,27 @@ class Keeper:
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
         self._starting = threading.Lock()
+        self._released: deque[tuple[str, str]] = deque()
+
+    def release(self, tree: str, checkpoint: str) -> None:
+        """An object for a checkpoint has gone; the engine is told with the next request.
+
+        For finalizers, which may run anywhere, under any lock: appending to a deque takes none.
+        """
+        if os.getpid() == self._process:
+            self._released.append((tree, checkpoint))
+
+    def _request(self, op: str, arguments: dict[str, Any]) -> Message:
+        """A request, with what was released since the last one."""
+        message: Message = {"op": op} | arguments
+        released: dict[str, list[str]] = {}
+        with contextlib.suppress(IndexError):
+            while True:
+                tree, checkpoint = self._released.popleft()
+                released.setdefault(tree, []).append(checkpoint)
+        if released:
+            message["released"] = released
+        return message
 
     def call(self, op: str, *, _settle: bool = False, **arguments: Any) -> Any:
         """Ask for something that exists already: a lost keeper means a closed sandbox.
@@ -71,7 +94,7 @@ class Keeper:
             except OSError:
                 raise _lost(self.state) from None
         try:
-            channel.send({"op": op} | arguments)
+            channel.send(self._request(op, arguments))
             answer = _answer(channel, event)
         except OSError:
             channel.close()
@@ -110,7 +133,7 @@ class Keeper:
             kept = self._take()
             channel = kept or (self._connected() if start else self._connect_or_lost())
             try:
-                channel.send({"op": op} | arguments)
+                channel.send(self._request(op, arguments))
                 answer = _answer(channel, None)
             except OSError:
                 answer = None
@@ -150,6 +173,8 @@ class Keeper:
             if len(self._idle) < _KEPT:
                 self._idle.append(channel)
                 return
+        with contextlib.suppress(OSError):
+            channel.send({"op": "claim"})  # what came last over it has arrived
         channel.close()
 
     def _drop_idle(self) -> None:

@@ -22,11 +22,24 @@ class Change:
     old_path: str | None = None
 
 
-class Stats:
-    """What a checkpoint cost, and holds."""
+@dataclass(frozen=True)
+class Usage:
+    """What a tree of sandboxes takes of the host, besides what its programs do."""
 
-    def __init__(self, checkpoint: Checkpoint, measured: dict[str, Any]) -> None:
-        self._checkpoint = checkpoint
+    checkpoints: int
+    """How many there are."""
+    memory: int
+    """Bytes of memory that they hold together, every shared page counted once."""
+    disk: int
+    """Bytes on the host's disk, of the sandboxes' own files and all checkpoints'."""
+
+
+class Stats:
+    """What a checkpoint cost, and holds. It does not keep the checkpoint."""
+
+    def __init__(self, sandbox: Sandbox, number: str, measured: dict[str, Any]) -> None:
+        self._sandbox = sandbox
+        self._number = number
         self.pause_ms: float = measured["pause_ms"]
         """Milliseconds for which the programs were stopped."""
         self.total_ms: float = measured["total_ms"]
@@ -44,7 +57,7 @@ class Stats:
         Counted when first asked for.
         """
         if self._changed_files is None:
-            answer = self._checkpoint._call("stats")
+            answer = self._sandbox._open_one()._call("stats", which=self._number)
             self._changed_files = int(answer["changed_files"])
         return self._changed_files
 
@@ -58,21 +71,29 @@ class Stats:
 class Checkpoint:
     """Made by `Sandbox.checkpoint`. Equal to any other object for the same checkpoint.
 
-    It lives until it is deleted or the last sandbox of its tree is closed.
+    It lives until it is deleted, the last sandbox of its tree is closed, or the tree's policy lets
+    go of it (`Sandbox.keep`).
     """
+
+    _id = ""  # until it is made
 
     def __init__(
         self, sandbox: Sandbox, described: dict[str, Any], stats: dict[str, Any] | None = None
     ) -> None:
         self._sandbox = sandbox
         self._tree = sandbox._tree
-        self._id: str = described["id"]
         self._name: str | None = described["name"]
         self._created_at: float = described["created_at"]
-        self._stats = None if stats is None else Stats(self, stats)
+        number: str = described["id"]
+        self._stats = None if stats is None else Stats(sandbox, number, stats)
+        self._id = number
 
-    def _call(self, op: str, which: str | None = None) -> Any:
-        return self._sandbox._open_one()._call(op, which=which or self._id)
+    def __del__(self) -> None:
+        if self._id:
+            self._sandbox._keeper.release(self._tree, self._id)
+
+    def _call(self, op: str, **arguments: Any) -> Any:
+        return self._sandbox._open_one()._call(op, which=self._id, **arguments)
 
     @property
     def id(self) -> str:
@@ -92,23 +113,28 @@ class Checkpoint:
     @property
     def parent(self) -> Checkpoint | None:
         """The checkpoint whose state the sandbox was last in before this one was taken."""
-        number = self._call("node")["parent"]
-        return None if number is None else self._other(number)
+        described = self._call("parent")
+        return None if described is None else Checkpoint(self._sandbox, described)
 
     @property
     def children(self) -> list[Checkpoint]:
         """The checkpoints taken next after this one, oldest first."""
-        return [self._other(number) for number in self._call("node")["children"]]
-
-    def _other(self, number: str) -> Checkpoint:
-        return Checkpoint(self._sandbox, self._call("node", number))
+        return [Checkpoint(self._sandbox, one) for one in self._call("children")]
 
     @property
     def stats(self) -> Stats:
         """What it cost."""
         if self._stats is None:
-            self._stats = Stats(self, self._call("measured"))
+            self._stats = Stats(self._sandbox, self._id, self._call("measured"))
         return self._stats
+
+    def hold(self) -> None:
+        """Keep it whatever the tree's policy says, until `release`. Twice is no error."""
+        self._call("hold", held=True)
+
+    def release(self) -> None:
+        """End what `hold` began: the policy decides again."""
+        self._call("hold", held=False)
 
     def delete(self) -> None:
         """Free its memory and files. No other checkpoint and no sandbox is harmed.

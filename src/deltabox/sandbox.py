@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, NoReturn, TypeVar, overload
 from . import _arguments as arguments
 from ._arguments import Command
 from ._connection import CallbackError, Keeper, keeper, no_copies
-from .checkpoint import Change, Checkpoint, reference
+from .checkpoint import Change, Checkpoint, Usage, reference
 from .errors import CommandFailed, CommandTimeout, SandboxClosed
 from .files import Files, StrPath
 from .process import (
@@ -35,6 +35,7 @@ from .process import (
     readable,
     terminal_size,
 )
+from .retention import KEEP_ALL, Policy, described
 from .shell import Shell, failure
 
 H = TypeVar("H", bound=Handle)
@@ -87,6 +88,7 @@ class Sandbox:
         io_uring: bool = False,
         max_memory: str | int | None = None,
         max_disk: str | int | None = None,
+        keep: Policy = KEEP_ALL,
     ) -> Sandbox:
         """Make a sandbox and start it: a fresh root, nothing running.
 
@@ -110,6 +112,7 @@ class Sandbox:
             do without, as Node.js and all that stands on libuv. seccomp's strict mode needs True.
         max_memory, max_disk: change the engine's budget for all its sandboxes: what checkpoints may
             hold in memory, what images may take on disk. Beyond it is `NoSpace`.
+        keep: which checkpoints the tree keeps on its own, as for `keep`. By default all.
 
         Raises `HostUnsupported` where the engine cannot run, `ValueError` for a base that is no
         directory, `NoSpace`.
@@ -141,8 +144,9 @@ class Sandbox:
             io_uring=bool(io_uring),
             max_memory=arguments.optional(max_memory, "max_memory"),
             max_disk=arguments.optional(max_disk, "max_disk"),
-        ) as described:
-            return cls(_keeper=made, _described=described)
+            keep=described(keep),
+        ) as answer:
+            return cls(_keeper=made, _described=answer)
 
     # -- running programs --------------------------------------------------------------------
 
@@ -399,8 +403,8 @@ class Sandbox:
             count=count,
             identity=identity,
             at=None if at is None else reference(self._tree, at),
-        ) as described:
-            return [Sandbox(_keeper=self._keeper, _described=one) for one in described]
+        ) as answer:
+            return [Sandbox(_keeper=self._keeper, _described=one) for one in answer]
 
     def on_fork(self, process: Handle | int, signal: int | None) -> None:
         """Have a process told in every fork that it is a copy: by a signal, before it runs on.
@@ -444,14 +448,29 @@ class Sandbox:
     @property
     def head(self) -> Checkpoint | None:
         """The checkpoint that the present state began as; None before the first."""
-        answer = self._call("nodes")
-        found = [node for node in answer["nodes"] if node["id"] == answer["head"]]
-        return Checkpoint(self, found[0]) if found else None
+        answer = self._call("head")
+        return None if answer is None else Checkpoint(self, answer)
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """All checkpoints of the tree, oldest first."""
-        return [Checkpoint(self, node) for node in self._call("nodes")["nodes"]]
+        return [Checkpoint(self, node) for node in self._call("nodes")]
+
+    @property
+    def usage(self) -> Usage:
+        """What the tree takes of the host now. What was deleted counts until it has gone."""
+        return Usage(**self._call("usage"))
+
+    def keep(self, policy: Policy) -> None:
+        """Say which checkpoints the tree keeps from here on; the others are deleted.
+
+        policy: `KeepAll()`, `KeepLast(count)`, `KeepReachable()` or `KeepFitting()`. It holds for
+            the whole tree. Whatever it is, a checkpoint stays that has a name, is held
+            (`Checkpoint.hold`), is the `head` of an open sandbox of the tree, or is in use.
+
+        >>> sb.keep(KeepLast(20))                               # doctest: +SKIP
+        """
+        self._call("keep", policy=described(policy))
 
     def diff(self, since: Checkpoint | str, until: Checkpoint | str | None = None) -> list[Change]:
         """What has changed in the files since a checkpoint, until now or another checkpoint."""

@@ -24,7 +24,7 @@ def flags():
         if '-' in head and head[0] in '0123456789abcdef':
             where = head
         elif head == 'VmFlags:' and not ours(where):
-            out[where] = ' '.join(f for f in line.split()[1:] if f != 'sd')
+            out[where] = ' '.join(f for f in line.split()[1:] if f not in ('sd', 'uw'))
     return out
 """
 

@@ -72,11 +72,11 @@ def _no_overlap(stash: Stash) -> None:
 
 @given(_processes(), _processes())
 def test_plans_do_not_overlap_and_keep_places(first: list[Process], second: list[Process]) -> None:
-    before = plan(_capture(first), None)
+    before = plan(_capture(first).processes, None)
     _no_overlap(before)
-    after = plan(_capture(second), before)
+    after = plan(_capture(second).processes, before)
     _no_overlap(after)
-    same = plan(_capture(first), before)
+    same = plan(_capture(first).processes, before)
     assert {k: h.address for k, h in same.held.items()} == {
         k: h.address for k, h in before.held.items()
     }

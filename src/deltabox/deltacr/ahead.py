@@ -1,44 +1,192 @@
-"""What is done for the next checkpoint while nobody waits: look for writes, copy what was written.
+"""What is done for the next checkpoint while nobody waits: watch, look for writes, copy them.
 
-All of it is done to a tree that runs.  Looking protects the pages that it finds written, and what is
+But for a moment in which processes that are met for the first time are stopped to be watched, all
+of it is done to a tree that runs.  Looking protects the pages that it finds written, and what is
 written again is found again: so a page that was copied at any moment is either as it was then or
-found by the next look (space.py).  A checkpoint that begins takes over at once: it has to wait for
-one look at one process, or one piece of copying, at the most.
+found by the next look (space.py).  Names of files, pages and mappings may change meanwhile as well;
+the checkpoint looks at all of that again, and reads what is not as it was.
+
+A checkpoint that begins takes over at once: it has to wait for one look at one process, or for one
+piece of copying, at the most.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import functools
 import os
+from collections import deque
+from collections.abc import Iterable
 
-from ..errors import DeltaBoxError
+from ..errors import UnsupportedState
+from ..linux import bulk, userfaultfd
+from ..linux.bulk import Regions
+from . import memory
+from .checkpoint import undisturbed
+from .freeze import Frozen, freeze
+from .inject import Injection
 from .live import Live
-from .memories import refusing
+from .look import CommonLook, Look
+from .memories import refusing, same_mappings
+from .model import PAGE, Mapping, Process
+from .names import Names
+from .objects import attributes, seccomp
 from .space import Space
+from .stash import Changes, Pull, feed, plan
+from .subject import Refused
+from .template import Template
 
-log = logging.getLogger(__name__)
+_PIECE = 8 << 20  # bytes copied in one go
 
 
-def look(live: Live) -> None:
-    """Begin to watch the processes of a restored tree."""
-    for pid, host in live.hosts().items():
+class _NoGhosts:
+    """Files without a name are left for the checkpoint."""
+
+    def enter(self, path: str, target: str, *, unnamed: bool = False) -> int:
+        raise Refused(target)
+
+    def enter_older(self, file: int, path: str) -> int:
+        raise Refused(path)
+
+
+def work(live: Live, *, owner: int, base: int, born: float, reference: int) -> None:
+    """Get as far as possible. Raises what a checkpoint would; nothing depends on it."""
+    if not userfaultfd.supported():
+        return
+    with live.ahead.step() as may:
+        if not may:
+            return
+        live.common()
+        live.world_now()
+        spaces = {pid: live.space(host, pid) for pid, host in live.hosts().items()}
+        if not all(space.watched for space in spaces.values()):
+            _watch(live, spaces)
+    names = Names(live.root, base, born, _NoGhosts())
+    found: dict[int, tuple[Mapping, ...]] = {}
+    present: dict[int, Regions] = {}
+    for pid, space in spaces.items():
         with live.ahead.step() as may:
-            if not may:
+            if not may or not space.watched:
                 return
-            space = live.space(host, pid)
-            if space.watched and not space.seen:
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError, DeltaBoxError):
-                    _look(live, space, pid)
+            found[pid], present[pid] = _look(live, space, pid, names)
+    _copy(live, spaces, found, present, reference)
 
 
-def _look(live: Live, space: Space, pid: int) -> None:
+def _watch(live: Live, spaces: dict[int, Space]) -> None:
+    """Stop the tree for a moment, to have those that are new make their watchers."""
+    common = live.common()
+    with live.lock, freeze(live, functools.partial(undisturbed, waits=live.waits)) as frozen:
+        for pid, space in spaces.items():
+            if space.host in frozen.threads and not space.watched:
+                _watch_one(space, pid, frozen, common)
+
+
+def _watch_one(space: Space, pid: int, frozen: Frozen, common: CommonLook) -> None:
+    host = space.host
+    tids = [host, *(tid for tid in frozen.threads[host] if tid != host)]
+    if host not in frozen.threads[host]:
+        return
+    look, refuse = Look(tids), refusing(host, pid)
+    attributes.check_before_asking(host, tids, look, common, refuse)
+    if seccomp.is_under(look.thread(host).status, common.filters):
+        seccomp.suspend(host)
+    known = space.map(refuse)
+    memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        with Injection(
+            leader=host,
+            memory=memory_fd,
+            gap=known.gap,
+            vdso=known.vdso,
+            ignores_trap=bool(int(look.status["SigIgn"], 16) >> 4 & 1),
+        ) as injection:
+            space.watch(injection)
+    finally:
+        os.close(memory_fd)
+
+
+def _look(live: Live, space: Space, pid: int, names: Names) -> tuple[tuple[Mapping, ...], Regions]:
+    """Find out what the process has mapped, and what it has written; protect that."""
     base = live.base
     held = base.stash.of(pid) if base is not None and base.stash is not None else {}
-    known = space.map(refusing(space.host, pid))
-    pagemap = os.open(f"/proc/{space.host}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    refuse = refusing(space.host, pid)
+    known = space.map(refuse)
+    present = space.present(known.bare)
+    space.look(known.bare, present, held, base)
+    answers = names.look(known.paths)
+    found = same_mappings(space, known, present, answers, names)
+    if found is None:
+        if any(m.kind == "memory" for m in known.bare):
+            raise UnsupportedState("shared memory is not looked at ahead")
+        checked = names.mapped(space.host, memory.with_pages(known.bare, present), refuse)
+        found = names.with_base(checked)
+        if all(names.is_settled(m) for m in found):
+            space.learn(present, answers, found)
+    return found, present.unguarded() if present.guarded else present
+
+
+def _copy(
+    live: Live,
+    spaces: dict[int, Space],
+    found: dict[int, tuple[Mapping, ...]],
+    present: dict[int, Regions],
+    reference: int,
+) -> None:
+    """Have the next checkpoint's template read what was written."""
+    with live.ahead.step() as may:
+        template = live.successor
+        if not may or template is None:
+            return
+        changes = {
+            pid: Changes(space.changes(template), present[pid]) for pid, space in spaces.items()
+        }
+        same = template.mappings.keys() == found.keys() and all(
+            template.mappings[pid] is mappings for pid, mappings in found.items()
+        )
+        if same and not any(len(one.pages) for one in changes.values()):
+            return
+        processes = [
+            Process(pid, spaces[pid].host, 0, 0, 0, 0, b"", mappings=mappings)
+            for pid, mappings in found.items()
+        ]
+        looks = {pid: len(space.pending) for pid, space in spaces.items()}
+        stash = plan(processes, template.stash)
+        feeding = feed(processes, stash, template.stash, reference, changes)
+        try:
+            whole = sum(stash.sizes().values())
+            template.resize(own=whole, whole=whole)
+            run = template.peer.run(feeding.program.seal(), 0, feeding.fds)
+        except BaseException:
+            # nobody knows what it holds now
+            feeding.close()
+            if live.take_successor() is template:
+                template.close()
+            raise
+        template.read_ahead += run.variable(feeding.copied) * PAGE
+        template.stash, template.mappings = stash, {}
+        pieces = deque(piece for pull in feeding.pulls for piece in pull.pieces(_PIECE))
+        _mark(template, spaces, looks, pieces)
     try:
-        present = space.present(pagemap, known.bare)
-        space.look(pagemap, known.bare, present, held, base)
+        while pieces:
+            with live.ahead.step() as may:
+                if not may or live.successor is not template:
+                    return
+                template.peer.run(feeding.reading([pieces[0]]).seal(), 0, feeding.fds)
+                template.read_ahead += pieces.popleft().total
+                _mark(template, spaces, looks, pieces)
+        with live.ahead.step() as may:
+            if may and live.successor is template:
+                template.mappings = found
+                template.resize(own=template.read_ahead, whole=whole)
     finally:
-        os.close(pagemap)
+        feeding.close()
+
+
+def _mark(
+    template: Template, spaces: dict[int, Space], looks: dict[int, int], pieces: Iterable[Pull]
+) -> None:
+    """Note what the template still has to read of what had been found by then."""
+    left: dict[int, list[Regions]] = {}
+    for piece in pieces:
+        left.setdefault(piece.pid, []).append(piece.regions())
+    for pid, space in spaces.items():
+        space.copied(template, looks[pid], bulk.union(left.get(pid, [])))

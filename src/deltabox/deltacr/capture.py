@@ -12,21 +12,23 @@ import os
 import struct
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
 from ..linux import pidfd, proc, userfaultfd
+from ..linux.ptrace import Registers
 from . import memory
 from .descriptors import DescriptorTable
 from .freeze import Frozen, in_interpreter
-from .inject import DATA, Injection
-from .interrupted import UnknownCall, Waits
+from .inject import DATA, Injection, NoRoom
+from .interrupted import UnknownCall
 from .live import Live
-from .look import CommonLook, Look, ThreadLook
+from .look import Look
 from .memories import Memories, refusing
 from .model import (
     Capture,
+    Descriptor,
     External,
     MemoryLayout,
     PosixTimer,
@@ -49,8 +51,10 @@ from .objects import (
 )
 from .objects.ghosts import Attic, Ghosts
 from .objects.sockets import Network
+from .space import Known
 from .stash import Changes
 from .subject import Refuse, Refused
+from .template import Template
 
 _PR_GET_SECUREBITS, _PR_GET_TID_ADDRESS = 27, 40
 # Fields of a thread that are restored on the last steps, after a stopped job has stopped.
@@ -69,105 +73,140 @@ _PROCESS_CALLS = (
     *attributes.process_calls(DATA + _CARRIED_AT),
 )
 _BRK_RESULT = signals.SIGNALS + len(timers.ITIMERS)
+_THREAD_AT = 4096  # behind what the process is asked for
 _THREAD_CALLS = (
-    (nr.SIGALTSTACK, 0, DATA),
-    (nr.PRCTL, _PR_GET_TID_ADDRESS, DATA + 32),
+    (nr.SIGALTSTACK, 0, DATA + _THREAD_AT),
+    (nr.PRCTL, _PR_GET_TID_ADDRESS, DATA + _THREAD_AT + 32),
     (nr.PRCTL, _PR_GET_SECUREBITS),
-    *attributes.thread_calls(DATA + 64),
+    *attributes.thread_calls(DATA + _THREAD_AT + 64),
 )
-
-_Asked = tuple[
-    tuple[bytes, ...],
-    tuple[bytes, ...],
-    list[PosixTimer],
-    int,
-    attributes.ProcessAttributes,
-]
-_Answers = tuple[bytes, int, int, attributes.Asked]
+_MAIN_CALLS = (*_THREAD_CALLS, *_PROCESS_CALLS)
+_THREAD_BUFFER = 64 + attributes.THREAD_AREA
 
 
-def capture(
-    live: Live,
-    frozen: Frozen,
-    *,
-    owner: int,
-    externals: Mapping[str, External],
-    waits: Waits,
-    base: int,
-    born: float,
-    attic: Attic,
-    on_external: str,
-    beside: Executor,
-) -> tuple[Capture, list[int], dict[int, Changes]]:
-    """Everything but the pages, files with shared memory, and which pages may have changed.
+@dataclass(frozen=True)
+class _Told:
+    """What one thread has told: the results of `_THREAD_CALLS`, and their buffer."""
 
-    Raises UnsupportedState.
-
-    `base` is a descriptor of the base's root (-1: none); `born` the time.time() of the tree's
-    first moment, before which every inode change belongs to the base; `on_external` says what
-    becomes of connections to the outside; `beside` has a thread for what can be done meanwhile.
-    """
-    capturing = _Capturing(live, frozen, owner, externals, waits, base, born, attic, on_external)
-    try:
-        return capturing.whole(beside), capturing.table.shared.copies, capturing.changes
-    except BaseException:
-        capturing.table.shared.close()
-        raise
+    results: tuple[int, ...]
+    buffer: bytes
+    registers: Registers  # fit to continue from
+    extra: tuple[tuple[int, bytes], ...]  # memory for that
+    met: Registers  # those of the stop
+    seccomp: seccomp.Seccomp
 
 
-class _Capturing:
+@dataclass(frozen=True)
+class _Gathered:
+    """What has been asked of one stopped process; what it means can be found out later."""
+
+    host: int
+    pid: int
+    tids: list[int]
+    look: Look
+    refuse: Refuse
+    descriptors: tuple[Descriptor, ...]
+    results: tuple[int, ...]  # of `_PROCESS_CALLS` and the settings of its timers
+    buffer: bytes
+    timers: list[PosixTimer]
+    threads: dict[int, _Told]
+    lock_future: int
+    mappings: tuple[Vma, ...]
+    names: tuple[tuple[str, int], tuple[str, int], str]  # executable, directory, root
+
+
+class Capturing:
+    """One capture: `gather` while the tree stands still, `finish` at any time after."""
+
     def __init__(
         self,
         live: Live,
         frozen: Frozen,
+        template: Template,
+        *,
         owner: int,
         externals: Mapping[str, External],
-        waits: Waits,
         base: int,
         born: float,
         attic: Attic,
         on_external: str,
     ) -> None:
+        """`template` will hold it; `base` is a descriptor of the base's root (-1: none); `born`
+        the time.time() of the tree's first moment, before which every inode change belongs to the
+        base; `on_external` says what becomes of connections to the outside.
+        """
         self.live = live
         self.frozen = frozen
+        self.template = template
         self.owner = owner
-        self.waits = waits
-        self.changes: dict[int, Changes] = {}  # by pid inside
+        self.waits = live.waits
         self.ghosts = Ghosts(live.root, owner, attic, born)
         self.names = Names(live.root, base, born, self.ghosts)
         network = Network(live.init, on_external)
         self.table = DescriptorTable(live, owner, externals, self.ghosts, network)
-        self.common = CommonLook(live.init)
-        self.filters = self.common.filters
-        self.looks: dict[int, Look] = {}
-        self.memories: Memories
+        self.changes: dict[int, Changes] = {}  # by pid inside: which pages may have changed
+        self.inside: dict[int, int] = {}
+        self.gathered: list[_Gathered] = []
+        self._processes: list[Process] | None = None
+        self._zombies_found: list[Process] = []
+        self._memories: Memories
 
-    def whole(self, beside: Executor) -> Capture:
-        inside = proc.inside_pids([self.live.init, *self.frozen.threads])
-        stopped = {host: inside[host] for host in self.frozen.threads}
-        with Memories(self.live, stopped, self.names, beside) as self.memories:
-            return self._whole(inside)
+    @property
+    def copies(self) -> list[int]:
+        """Files with the contents of shared memory."""
+        return self.table.shared.copies
 
-    def _whole(self, inside: dict[int, int]) -> Capture:
-        self._check_world()
+    def give_up(self) -> None:
+        """There will be no checkpoint."""
+        self.table.shared.close()
+
+    def gather(self, beside: Executor) -> None:
+        """Ask everything that needs the tree to stand still. Raises UnsupportedState.
+
+        `beside` has a thread for what can be done meanwhile.
+        """
+        live, frozen = self.live, self.frozen
+        self.inside = proc.inside_pids([live.init, *frozen.threads])
+        self.table.inside.update(self.inside)
+        stopped = {host: self.inside[host] for host in frozen.threads}
+        with Memories(live, stopped, self.names, self.template, beside) as self._memories:
+            with live.surveying() as survey:
+                self.common = live.common()
+                self._check_world()
+                self.survey = survey()
+            self._check_survey()
+            try:
+                self._gather_all()
+            finally:
+                self.table.close()
+
+    def _gather_all(self) -> None:
         try:
             self.table.queues.look()
         except Refused as refused:
             raise UnsupportedState(
                 f"the sandbox holds {refused}", pid=1, process="init", object="message queue"
             ) from None
-        self.table.inside.update(inside)
-        try:
-            found = [self._process(pid, inside) for pid in self.frozen.threads]
-            zombies = self._zombies(inside)
-            self.table.inside |= {z.host_pid: z.pid for z in zombies}
-            self.table.settle()
-            self.table.terminals.finish(self.table.descriptions, found, self.table.inside)
-            found = [tcp.finish_calls(p, self.table.descriptions) for p in found]
-        finally:
-            self.table.close()
-        found += zombies
-        processes = tuple(sorted(found, key=lambda p: p.pid))
+        for host in self.frozen.threads:
+            self.gathered.append(self._gather(host))
+        self._zombies_found = self._zombies()
+        self.table.inside |= {z.host_pid: z.pid for z in self._zombies_found}
+        self.table.settle()
+        if self.table.terminals.any(g.look.stat.tty for g in self.gathered):
+            self._processes = [self._process(g) for g in self.gathered]
+            self.table.terminals.finish(self.table.descriptions, self._processes, self.table.inside)
+
+    def processes(self) -> list[Process]:
+        """Of each that lives, no more than its pids and its mappings."""
+        return [Process(g.pid, g.host, 0, 0, 0, 0, b"", mappings=g.mappings) for g in self.gathered]
+
+    def finish(self) -> Capture:
+        """Make records of what was gathered. Raises UnsupportedState."""
+        found = self._processes
+        if found is None:
+            found = [self._process(g) for g in self.gathered]
+        found = [tcp.finish_calls(p, self.table.descriptions) for p in found]
+        processes = tuple(sorted((*found, *self._zombies_found), key=lambda p: p.pid))
         return Capture(
             processes,
             tuple(self.table.descriptions),
@@ -184,7 +223,8 @@ class _Capturing:
     # -- the world the tree lives in --------------------------------------------------------
 
     def _check_world(self) -> None:
-        if proc.mount_count(self.live.init) != self.live.world.mounts:
+        mounts, network = self.live.world_now()
+        if mounts != self.live.world.mounts:
             raise UnsupportedState(
                 "file systems were mounted or unmounted inside the sandbox; "
                 "undo that (umount) and try again",
@@ -192,16 +232,15 @@ class _Capturing:
                 process="init",
                 object="mount",
             )
-        if self.live.world.network and self.live.world.network != proc.network_state(
-            self.live.init
-        ):
+        if self.live.world.network and self.live.world.network != network:
             raise UnsupportedState(
                 "network interfaces, addresses or routes were changed inside the sandbox",
                 pid=1,
                 process="init",
                 object="network",
             )
-        self.survey = self.live.survey()
+
+    def _check_survey(self) -> None:
         for what, count in self.survey.ipc.items():
             if count:
                 raise UnsupportedState(
@@ -210,32 +249,64 @@ class _Capturing:
 
     # -- one process ----------------------------------------------------------------------------
 
-    def _process(self, host: int, inside: dict[int, int]) -> Process:
-        pid = inside[host]
+    def _gather(self, host: int) -> _Gathered:
+        pid = self.inside[host]
         tids = self.frozen.threads[host]
         tids = [host, *(t for t in tids if t != host)]
-        look = self.looks[host] = Look(tids)
+        look = Look(tids)
         refuse = refusing(host, pid)
         if host not in self.frozen.threads[host]:
             raise refuse("has ended its main thread while others run on", "thread")
         self._check_process(host, tids, look, refuse)
+        self.table.inside[look.stat.pgrp] = int(look.status["NSpgid"].split()[-1])
+        for tid in tids:
+            self.table.inside[tid] = int(look.thread(tid).status["NSpid"].split()[-1])
         descriptors = self.table.of_process(host, look, refuse)
-        actions, itimers, posix, brk, carried, answers, lock_future, memory_fd = self._ask(
-            host, look, tids, refuse
-        )
         try:
-            partial = Process(
-                pid, host, 0, 0, 0, 0, b"", sigactions=actions, pending=look.pending()
-            )
-            threads = tuple(
-                self._thread(tid, look.thread(tid), answers[tid], partial, memory_fd, refuse)
-                for tid in tids
-            )
+            posix = timers.listed(look.answers["timers"])
+        except timers.Refused as refused:
+            raise refuse(f"has {refused}", "timer") from None
+        if len(posix) > (_CARRIED_AT - _TIMERS_AT) // timers.ITIMERSPEC_SIZE:
+            raise refuse(f"has {len(posix)} POSIX timers", "timer")
+        memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            results, buffer, raw, lock_future = self._ask(host, look, tids, posix, memory_fd)
+            actions = signals.parse(buffer)
+            threads = {
+                tid: self._told(tid, look, raw[tid], actions, memory_fd, refuse) for tid in tids
+            }
         finally:
             os.close(memory_fd)
         mappings = self._mappings(host, refuse)
-        self.changes[pid] = self.memories.changes(host)
-        waiting = self._still_to_resume(pid, threads)
+        self.changes[pid] = self._memories.changes(host)
+        names = (
+            self.names.executable(host, look, refuse),
+            self.names.directory(host, "cwd", look, refuse),
+            self.names.root_of(host, look, refuse),
+        )
+        return _Gathered(
+            host,
+            pid,
+            tids,
+            look,
+            refuse,
+            descriptors,
+            results,
+            buffer,
+            posix,
+            threads,
+            lock_future,
+            mappings,
+            names,
+        )
+
+    def _process(self, g: _Gathered) -> Process:
+        look, refuse, host = g.look, g.refuse, g.host
+        actions = signals.parse(g.buffer)
+        pending = look.pending()
+        threads = tuple(self._thread(tid, g, g.threads[tid]) for tid in g.tids)
+        itimers = timers.parse(g.buffer[_ITIMERS_AT:_TIMERS_AT])
+        waiting = self._still_to_resume(g.pid, threads)
         if waiting is not None:
             then = {t.tid: t for t in waiting.threads}
             threads = tuple(
@@ -246,113 +317,131 @@ class _Capturing:
         seccomp.check(threads, signals.handled(actions), refuse)
         by_host = {t.host_tid: t.tid for t in threads}
         stat, status = look.stat, look.status
-        group = int(status["NSpgid"].split()[-1])
-        self.table.inside |= by_host
-        self.table.inside[stat.pgrp] = group
-        posix = [replace(t, tid=by_host.get(t.tid, 0) if t.notify & 4 else 0) for t in posix]
+        size = timers.ITIMERSPEC_SIZE
+        posix = [
+            replace(
+                t,
+                setting=g.buffer[_TIMERS_AT + i * size : _TIMERS_AT + (i + 1) * size],
+                tid=by_host.get(t.tid, 0) if t.notify & 4 else 0,
+            )
+            for i, t in enumerate(g.timers)
+        ]
         if waiting is not None:
             settings = {t.identifier: t.setting for t in waiting.timers}
             posix = [replace(t, setting=settings[t.identifier]) for t in posix]
-        cwd, cwd_ghost = self.names.directory(host, "cwd", look, refuse)
-        stopped = max(self.frozen.stops[t] for t in tids)
+        executable, (cwd, cwd_ghost), root = g.names
+        stopped = max(self.frozen.stops[t] for t in g.tids)
         return Process(
-            pid=pid,
+            pid=g.pid,
             host_pid=host,
-            ppid=inside.get(stat.ppid, 0),
-            pgid=group,
+            ppid=self.inside.get(stat.ppid, 0),
+            pgid=int(status["NSpgid"].split()[-1]),
             sid=int(status["NSsid"].split()[-1]),
             exit_signal=stat.exit_signal,
             comm=os.fsencode(stat.comm),
             stopped=stopped,
             stop_reported=bool(stopped) and stat.exit_code == 0,
             threads=threads,
-            mappings=mappings,
+            mappings=g.mappings,
             layout=MemoryLayout(
                 stat.start_code,
                 stat.end_code,
                 stat.start_data,
                 stat.end_data,
                 stat.start_brk,
-                brk,
+                g.results[_BRK_RESULT],
                 stat.start_stack,
                 stat.arg_start,
                 stat.arg_end,
                 stat.env_start,
                 stat.env_end,
                 look.answers["auxv"],
-                *self.names.executable(host, look, refuse),
+                *executable,
             ),
-            descriptors=descriptors,
+            descriptors=g.descriptors,
             cwd=cwd,
             cwd_ghost=cwd_ghost,
-            root=self.names.root_of(host, look, refuse),
+            root=root,
             sigactions=actions,
-            pending=partial.pending,
+            pending=pending,
             itimers=itimers,
             timers=tuple(posix),
-            attributes=carried,
-            lock_future=lock_future,
+            attributes=attributes.process(
+                look,
+                self.common,
+                self.owner,
+                g.results[_BRK_RESULT + 1 : len(_PROCESS_CALLS)],
+                g.buffer[_CARRIED_AT:],
+                refuse,
+            ),
+            lock_future=g.lock_future,
             tty=terminals.controlling(stat.tty),
         )
 
     def _mappings(self, host: int, refuse: Refuse) -> tuple[Vma, ...]:
         """With pages, checked names and objects; as they were found before if nothing changed."""
-        seen = self.memories.of(host)
+        seen = self._memories.of(host)
         if seen.found is not None:
             return seen.found
         mappings = memory.with_pages(seen.known.bare, seen.present)
         mappings = self.names.mapped(host, mappings, refuse)
         mappings = [self._shared(host, m, refuse) for m in mappings]
-        found = tuple(
-            replace(m, of_base=True)
-            if m.pages and m.kind == "file" and self.names.is_pristine(m)
-            else m
-            for m in mappings
-        )
+        found = self.names.with_base(mappings)
         if all(m.memory < 0 and m.ghost < 0 and self.names.is_settled(m) for m in found):
-            self.memories.space(host).learn(seen.present, seen.names, found)
+            self._memories.space(host).learn(seen.present, seen.names, found)
         return found
 
     def _ask(
+        self, host: int, look: Look, tids: list[int], posix: list[PosixTimer], memory_fd: int
+    ) -> tuple[tuple[int, ...], bytes, dict[int, tuple[tuple[int, ...], bytes]], int]:
+        """What only it can tell: (of itself, its buffer, of each thread, `lock_future`)."""
+        known = self._memories.assumed(host)
+        if known.vdso != look.vdso:  # it may have called exec
+            known = self._memories.map(host)
+        try:
+            return self._ask_at(known, host, look, tids, posix, memory_fd)
+        except NoRoom:
+            known = self._memories.map(host)
+            return self._ask_at(known, host, look, tids, posix, memory_fd)
+
+    def _ask_at(
         self,
+        known: Known,
         host: int,
         look: Look,
         tids: list[int],
-        refuse: Refuse,
-    ) -> tuple[
-        tuple[bytes, ...],
-        tuple[bytes, ...],
-        list[PosixTimer],
-        int,
-        attributes.ProcessAttributes,
-        dict[int, _Answers],
-        int,
-        int,
-    ]:
-        """What only the process can tell; and its memory, opened."""
-        ignores_trap = bool(int(look.status["SigIgn"], 16) >> 4 & 1)
-        known = self.memories.map(host)
-        space = self.memories.space(host)
-        memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            with Injection(
-                leader=host,
-                memory=memory_fd,
-                gap=known.gap,
-                vdso=known.vdso,
-                ignores_trap=ignores_trap,
-            ) as injection:
-                mine = self._ask_process(host, look, injection, refuse)
-                answers = {tid: self._ask_thread(tid, injection) for tid in tids}
-                lock_future = locked.future(host, look.status.get("VmLck"), known.gap)
-                if not space.watched and userfaultfd.supported():
-                    seen = self.memories.of(host)  # not before: our page is not one of its own
-                    space.watch(injection)
-                    self.memories.look_for_writes(host, seen)
-        except BaseException:
-            os.close(memory_fd)
-            raise
-        return *mine, answers, lock_future, memory_fd
+        posix: list[PosixTimer],
+        memory_fd: int,
+    ) -> tuple[tuple[int, ...], bytes, dict[int, tuple[tuple[int, ...], bytes]], int]:
+        space = self._memories.space(host)
+        calls = _MAIN_CALLS
+        if posix:
+            calls = (*calls, *timers.setting_calls(posix, DATA + _TIMERS_AT))
+        told: dict[int, tuple[tuple[int, ...], bytes]] = {}
+        with Injection(
+            leader=host,
+            memory=memory_fd,
+            gap=known.gap,
+            vdso=known.vdso,
+            ignores_trap=bool(int(look.status["SigIgn"], 16) >> 4 & 1),
+        ) as injection:
+            for tid in tids:
+                results = injection.run(tid, calls if tid == host else _THREAD_CALLS)
+                mine = results[: len(_THREAD_CALLS)]
+                if undo := attributes.put_back_calls(mine[3:]):
+                    injection.run(tid, tuple(undo))
+                if tid == host:
+                    both = injection.read(0, _THREAD_AT + _THREAD_BUFFER)
+                    buffer, of_process = both[:_THREAD_AT], results[len(_THREAD_CALLS) :]
+                    told[tid] = mine, both[_THREAD_AT:]
+                else:
+                    told[tid] = mine, injection.read(_THREAD_AT, _THREAD_BUFFER)
+            lock_future = locked.future(host, look.status.get("VmLck"), known.gap)
+            if not space.watched and userfaultfd.supported():
+                seen = self._memories.of(host)  # not before: our page is not one of its own
+                space.watch(injection)
+                self._memories.look_for_writes(host, seen)
+        return of_process, buffer, told, lock_future
 
     def _shared(self, host: int, mapping: Vma, refuse: Refuse) -> Vma:
         if mapping.kind != "memory":
@@ -373,9 +462,10 @@ class _Capturing:
         return self.live.origin.by_pid[pid]
 
     def _check_process(self, host: int, tids: list[int], look: Look, refuse: Refuse) -> None:
-        attributes.check_before_asking(host, tids, look, self.common.namespaces, refuse)
+        attributes.check_before_asking(host, tids, look, self.common, refuse)
+        attributes.check_policies(host, refuse)
         for tid in tids:
-            if seccomp.is_under(look.thread(tid).status, self.filters):
+            if seccomp.is_under(look.thread(tid).status, self.common.filters):
                 seccomp.suspend(tid)
             if tid != host:
                 for kind, what in (
@@ -385,85 +475,48 @@ class _Capturing:
                     if pidfd.kcmp(host, tid, kind):
                         raise refuse(f"has a thread with a {what} of its own", "thread")
 
-    def _ask_process(self, host: int, look: Look, injection: Injection, refuse: Refuse) -> _Asked:
-        try:
-            posix = timers.listed(look.answers["timers"])
-        except timers.Refused as refused:
-            raise refuse(f"has {refused}", "timer") from None
-        if len(posix) > (_CARRIED_AT - _TIMERS_AT) // timers.ITIMERSPEC_SIZE:
-            raise refuse(f"has {len(posix)} POSIX timers", "timer")
-        calls = _PROCESS_CALLS
-        if posix:
-            calls = (*calls, *timers.setting_calls(posix, DATA + _TIMERS_AT))
-        results = injection.run(host, calls)
-        buffer = injection.read(0, 4096)
-        size = timers.ITIMERSPEC_SIZE
-        settled = [
-            replace(t, setting=buffer[_TIMERS_AT + i * size : _TIMERS_AT + (i + 1) * size])
-            for i, t in enumerate(posix)
-        ]
-        carried = attributes.process(
-            host,
-            look,
-            self.common,
-            self.owner,
-            results[_BRK_RESULT + 1 : len(_PROCESS_CALLS)],
-            buffer[_CARRIED_AT:],
-            refuse,
-        )
-        return (
-            signals.parse(buffer),
-            timers.parse(buffer[_ITIMERS_AT:_TIMERS_AT]),
-            settled,
-            results[_BRK_RESULT],
-            carried,
-        )
-
-    def _ask_thread(self, tid: int, injection: Injection) -> _Answers:
-        results = injection.run(tid, _THREAD_CALLS)
-        undo = attributes.put_back_calls(results[3:])
-        if undo:
-            injection.run(tid, tuple(undo))
-        buffer = injection.read(0, 64 + attributes.THREAD_AREA)
-        address = struct.unpack_from("<Q", buffer, 32)[0]
-        asked = attributes.asked(results[3:], buffer[64:])
-        return buffer[:24], address, results[2], asked
-
-    def _thread(
+    def _told(
         self,
         tid: int,
-        look: ThreadLook,
-        answers: _Answers,
-        process: Process,
+        look: Look,
+        raw: tuple[tuple[int, ...], bytes],
+        actions: tuple[bytes, ...],
         memory_fd: int,
         refuse: Refuse,
-    ) -> Thread:
-        altstack, clear_tid, securebits, asked = answers
-        status = look.status
-        carried = attributes.thread(look, self.common, asked, refuse)
-        registers = look.registers()
+    ) -> _Told:
+        """With registers to continue from, for which its memory may be needed."""
+        thread = look.thread(tid)
+        registers = thread.registers()
         if registers.cs != 0x33:
             raise refuse("runs 32-bit code", "registers")
-        mask = look.sigmask
-        pending = look.pending()
+        pending = (*thread.pending(), *look.pending())
         try:
             fixed, extra = self.waits.restored(
                 tid,
                 registers,
                 memory_fd,
                 self.frozen.began,
-                signals.first_handler(process, mask, pending),
+                signals.first_handler(actions, thread.sigmask, pending),
             )
         except UnknownCall:
             raise refuse(
                 "is in a call that was restarted before it could be identified", "system call"
             ) from None
-        blocked = registers if fixed.rip != registers.rip else None
-        rseq = look.rseq
+        rseq = thread.rseq
         if rseq.address:
             abort = _rseq_abort(memory_fd, rseq.address, fixed.rip)
             if abort:
+                fixed = fixed.copy()
                 fixed.rip = abort
+        filters = seccomp.capture(tid, thread.status, self.common.filters)
+        return _Told(*raw, fixed, extra, registers, filters)
+
+    def _thread(self, tid: int, g: _Gathered, told: _Told) -> Thread:
+        look, refuse = g.look.thread(tid), g.refuse
+        status = look.status
+        asked = attributes.asked(told.results[3:], told.buffer[64:])
+        altstack, clear_tid = told.buffer[:24], struct.unpack_from("<Q", told.buffer, 32)[0]
+        securebits = told.results[2]
         try:
             who = credentials.capture(status, self.owner, securebits)
         except credentials.Refused as refused:
@@ -471,30 +524,31 @@ class _Capturing:
         return Thread(
             tid=int(status["NSpid"].split()[-1]),
             host_tid=tid,
-            registers=fixed,
+            registers=told.registers,
             xstate=look.xstate,
-            sigmask=mask,
-            pending=pending,
+            sigmask=look.sigmask,
+            pending=look.pending(),
             altstack=altstack,
             clear_child_tid=clear_tid,
             robust_list=look.robust_list,
-            rseq=rseq,
-            attributes=carried,
+            rseq=look.rseq,
+            attributes=attributes.thread(look, self.common, asked, refuse),
             credentials=who,
-            seccomp=seccomp.capture(tid, status, self.filters),
-            memory=extra,
-            blocked=blocked,
+            seccomp=told.seccomp,
+            memory=told.extra,
+            blocked=told.met if told.registers.rip != told.met.rip else None,
         )
 
     # -- the dead ---------------------------------------------------------------------------------
 
-    def _zombies(self, inside: dict[int, int]) -> list[Process]:
+    def _zombies(self) -> list[Process]:
         """Children that have ended and are not waited for; they are in no group any more."""
         found = []
-        for host, tids in self.frozen.threads.items():
-            look = self.looks[host]
-            for tid in tids:
-                for pid in look.thread(tid).children():
+        inside = self.inside
+        for g in self.gathered:
+            host = g.host
+            for tid in g.tids:
+                for pid in g.look.thread(tid).children():
                     if pid in inside:
                         continue
                     stat = proc.stat(pid)

@@ -20,17 +20,17 @@ from typing import TypeVar
 
 from ..errors import CheckpointError, DeltaBoxError
 from ..linux import ptrace
-from .capture import capture
+from .capture import Capturing
 from .freeze import Frozen, freeze
 from .interrupted import Waits
 from .live import Live
-from .model import PAGE, Capture, External
+from .model import PAGE, External
+from .model import Mapping as Vma
 from .objects.ghosts import Attic
 from .objects.seccomp import forbids_restart
-from .peer import PeerGone, ProgramFailed, Run, insist
+from .peer import PeerGone, ProgramFailed, insist
 from .program import compile_program
-from .records import Var
-from .stash import Changes, Stash, feed, plan
+from .stash import feed, plan
 from .template import Stats, Template
 
 log = logging.getLogger(__name__)
@@ -61,39 +61,42 @@ def take(
     """
     started = time.monotonic()
     with live.lock:
+        capturing = None
         try:
-            undisturbed = functools.partial(_undisturbed, waits=live.waits)
-            with freeze(live, undisturbed) as frozen, _meanwhile(beside, at_instant) as instant:
-                seen, copies, changes = capture(
+            put_back = functools.partial(undisturbed, waits=live.waits)
+            with freeze(live, put_back) as frozen, _meanwhile(beside, at_instant) as instant:
+                capturing = Capturing(
                     live,
                     frozen,
+                    blank,
                     owner=owner,
                     externals=externals,
-                    waits=live.waits,
                     base=base,
                     born=born,
                     attic=attic,
                     on_external=on_external,
-                    beside=beside,
                 )
-                blank.shared = copies
-                stash = plan(seen, blank.stash)
-                shared = sum(size for one in seen.shared for _, size in one.extents)
-                blank.resize(sum(stash.sizes().values()) + shared)
-                changed = _feed(blank, seen, stash, reference, changes)
+                capturing.gather(beside)
+                changed = _feed(blank, capturing, reference)
                 result = instant.result()
             pause = time.monotonic() - frozen.began
+            seen = capturing.finish()
             live.forget_others(frozen.threads)
             for space in live.spaces.values():
                 space.settled()
-        except DeltaBoxError:
+        except BaseException as error:
+            if capturing is not None:
+                capturing.give_up()
+            if not isinstance(error, DeltaBoxError) and isinstance(
+                error, (ProgramFailed, PeerGone, OSError)
+            ):
+                raise CheckpointError(f"the tree could not be captured: {error}") from error
             raise
-        except (ProgramFailed, PeerGone) as error:
-            raise CheckpointError(f"the tree could not be captured: {error}") from error
-        except OSError as error:
-            raise CheckpointError(f"the tree could not be captured: {error}") from error
+    assert blank.stash is not None
+    blank.shared = capturing.copies
+    shared = sum(size for one in seen.shared for _, size in one.extents)
     limits = [_limit(which) for which in range(16)]
-    blank.sealed, blank.first = compile_program(seen, stash, network=network, limits=limits)
+    blank.sealed, blank.first = compile_program(seen, blank.stash, network=network, limits=limits)
     blank.capture = seen
     blank.known = {
         p.pid: found.known
@@ -101,8 +104,8 @@ def take(
         if (found := live.spaces.get(p.host_pid)) is not None and found.known is not None
     }
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
-    blank.stash = stash
-    blank.resize(changed + shared + len(blank.sealed.content))
+    whole = sum(blank.stash.sizes().values())
+    blank.resize(own=changed, whole=whole, extra=shared + len(blank.sealed.content))
     blank.stats = Stats(
         pause_ms=pause * 1e3,
         total_ms=(time.monotonic() - started) * 1e3,
@@ -122,31 +125,35 @@ def _meanwhile(beside: Executor, do: Callable[[], T]) -> Iterator[Future[T]]:
         future.exception()
 
 
-def _feed(
-    blank: Template,
-    seen: Capture,
-    stash: Stash,
-    reference: int,
-    changes: dict[int, Changes],
-) -> int:
+def _feed(blank: Template, capturing: Capturing, reference: int) -> int:
     """Read the tree's pages into the template; bytes that were written there."""
-    feeding = feed(seen, stash, blank.stash, reference, changes)
+    processes, changes = capturing.processes(), capturing.changes
+    mappings = {p.pid: p.mappings for p in processes}
+    if _holds(blank, mappings) and not any(len(c.pages) for c in changes.values()):
+        return blank.read_ahead
+    stash = plan(processes, blank.stash)
+    whole = sum(stash.sizes().values())
+    blank.resize(own=whole, whole=whole)
+    feeding = feed(processes, stash, blank.stash, reference, changes)
     try:
-        run = blank.peer.run(feeding.program.seal(), 0, feeding.fds)
+        run = blank.peer.run(feeding.whole().seal(), 0, feeding.fds)
     finally:
-        for fd in feeding.fds.values():
-            os.close(fd)
-    return feeding.pulled + run.variable(feeding.copied) * PAGE
+        feeding.close()
+    blank.stash, blank.mappings = stash, mappings
+    return blank.read_ahead + feeding.pulled + run.variable(feeding.copied) * PAGE
 
 
-def check_reads(run: Run, checks: list[tuple[Var, int]]) -> None:
-    """A read that stopped half-way says so only in its result."""
-    for result, expected in checks:
-        if run.variable(result) != expected:
-            raise CheckpointError("some pages of a process could not be read")
+def _holds(template: Template, mappings: dict[int, tuple[Vma, ...]]) -> bool:
+    """Whether a template was fed for these very mappings with these pages."""
+    held = template.mappings
+    return (
+        template.stash is not None
+        and held.keys() == mappings.keys()
+        and all(held[p] is m for p, m in mappings.items())
+    )
 
 
-def _undisturbed(frozen: Frozen, waits: Waits) -> None:
+def undisturbed(frozen: Frozen, waits: Waits) -> None:
     """Before the thaw, calls that the kernel would end with EINTR are put back."""
     for pid, tids in frozen.threads.items():
         try:

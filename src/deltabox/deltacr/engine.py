@@ -41,6 +41,7 @@ from . import ahead, boot, checkpoint
 from .asked import Asked
 from .boot import First
 from .groups import Groups
+from .ledger import Ledger
 from .live import Live, WorldState
 from .model import External
 from .network import Network, Networks
@@ -153,6 +154,7 @@ class Tree:
         self._networks: deque[Network] = deque()
         self._starting = 0
         self._templates: set[Template] = set()
+        self.ledger = Ledger()
         self._first: Template | None = None
         self._lock = threading.Lock()
         self._refill_lock = threading.Lock()
@@ -275,27 +277,28 @@ class Tree:
                 process="init",
                 object="network",
             )
-        blank = self._successor(live)
-        try:
-            taken = checkpoint.take(
-                live,
-                blank,
-                owner=self.owner,
-                network=self.network,
-                base=self.base,
-                reference=self.reference,
-                born=self.born,
-                on_external=self.on_external,
-                externals=externals,
-                attic=attic,
-                at_instant=at_instant,
-                beside=self.engine.beside,
-            )
-        except BaseException:
-            blank.close()
-            raise
-        live.base = blank
-        return taken
+        with live.ahead.excluded():
+            blank = self._successor(live)
+            try:
+                taken = checkpoint.take(
+                    live,
+                    blank,
+                    owner=self.owner,
+                    network=self.network,
+                    base=self.base,
+                    reference=self.reference,
+                    born=self.born,
+                    on_external=self.on_external,
+                    externals=externals,
+                    attic=attic,
+                    at_instant=at_instant,
+                    beside=self.engine.beside,
+                )
+            except BaseException:
+                blank.close()
+                raise
+            live.advance(blank)
+            return taken
 
     def close(self) -> None:
         """End what is left of the tree."""
@@ -308,6 +311,8 @@ class Tree:
             self._blanks.clear()
         with self._lock:
             templates = list(self._templates)
+        for template in templates:  # all at once: their memory goes while we collect the first
+            template.kill()
         for template in templates:
             template.close()
         for network in self._networks:
@@ -417,12 +422,19 @@ class Tree:
             self._lives.discard(live)
         self._scale_groups()
 
-    def look_ahead(self, live: Live) -> None:
-        """Begin to watch a restored tree that runs; for the caller's background."""
+    def work_ahead(self, live: Live) -> None:
+        """Do what can be done for the next checkpoint of a tree that runs; in the background."""
         try:
-            ahead.look(live)
-        except OSError as error:
-            log.info("the next checkpoint will look for itself: %s", error)
+            self.prepare(live)
+            ahead.work(
+                live,
+                owner=self.owner,
+                base=self.base,
+                born=self.born,
+                reference=self.reference,
+            )
+        except (OSError, ProgramFailed, PeerGone, DeltaBoxError) as error:
+            log.info("the next checkpoint will have more to do: %s", error)
 
     def prepare(self, live: Live) -> None:
         """Make the template of a live tree's next checkpoint ahead; for the caller's background.
@@ -460,6 +472,7 @@ class Tree:
         """A template that shares all pages of another."""
         made = self._blank(base)
         made.stash, made.depth = base.stash, base.depth + 1
+        made.mappings = base.mappings
         return made
 
     def _copy_of(self, base: Template) -> Template:
@@ -469,17 +482,15 @@ class Tree:
             with base.life:
                 if base.closed or base.stash is None or base.capture is None:
                     raise PeerGone("the template has been closed")
-                fresh = plan(base.capture, None)
-                made.resize(sum(base.stash.sizes().values()))
-                program, fds, checks = duplicate(
-                    base.stash, fresh, base.pid_outside, self.reference
-                )
+                fresh = plan(base.capture.processes, None)
+                whole = sum(base.stash.sizes().values())
+                made.resize(own=whole, whole=whole)
+                program, fds = duplicate(base.stash, fresh, base.pid_outside, self.reference)
                 try:
-                    run = made.peer.run(program.seal(), 0, fds)
+                    made.peer.run(program.seal(), 0, fds)
                 finally:
                     for fd in fds.values():
                         os.close(fd)
-                checkpoint.check_reads(run, checks)
                 made.stash = fresh
         except BaseException:
             made.close()
@@ -539,8 +550,10 @@ class Tree:
         made = Template(peer, door, template_fd, door_fd, template_pid)
         with self._lock:
             self._templates.add(made)
-        made.on_close = lambda: self._closed_template(made)
-        made.on_size = self._scale_groups
+        self.ledger.opened(made.key, None if base is None else base.key)
+        made.on_close = lambda freed: self._closed_template(made, freed)
+        made.on_size = lambda own, whole, extra: self._resized(made, own, whole, extra)
+        made.shares = lambda: not self._closed and self.ledger.shares(made.key)
         self._scale_groups()
         return made
 
@@ -584,16 +597,22 @@ class Tree:
         with self._lock:
             running = sum(not live.tasks for live in self._lives) + self._starting
             waiting = sum(live.tasks for live in self._lives)
-            ours = list(self._templates)
-        held = sum(t.memory_bytes + t.memory_bytes // 64 + _OWN_MEMORY for t in ours)
-        self.groups.scale(lives=max(1, running), templates=len(ours), held=held, waiting=waiting)
+            count = len(self._templates)
+        held = self.ledger.held
+        held += held // 64 + count * _OWN_MEMORY
+        self.groups.scale(lives=max(1, running), templates=count, held=held, waiting=waiting)
 
     def _change_starting(self, by: int) -> None:
         with self._lock:
             self._starting += by
         self._scale_groups()
 
-    def _closed_template(self, template: Template) -> None:
+    def _resized(self, template: Template, own: int, whole: int, extra: int) -> None:
+        self.ledger.resize(template.key, own=own, whole=whole, extra=extra)
+        self._scale_groups()
+
+    def _closed_template(self, template: Template, freed: int) -> None:
+        self.ledger.closed(template.key, freed)
         with self._lock:
             self._templates.discard(template)
         self._scale_groups()

@@ -27,11 +27,11 @@ from ..linux import numbers as nr
 from ..linux import stop
 from .peer import insist
 
-SIZE = 0x5000
+SIZE = 0x6000
 _RECORDS = 0x1000
 _DATA = 0x4000
 DATA = 1 << 62
-"""Addresses from here on mean the 4 KiB that calls may use as buffers, wherever they will lie."""
+"""Addresses from here on mean the 8 KiB that calls may use as buffers, wherever they will lie."""
 
 # rbx points to records of {number, six arguments, result}; the list ends with number -1.
 #   next: mov rax,[rbx]; cmp rax,-1; je done; mov rdi,[rbx+8]; mov rsi,[rbx+16]; mov rdx,[rbx+24]
@@ -80,6 +80,10 @@ def pack(calls: tuple[Call, ...]) -> bytes:
     return b"".join(parts)
 
 
+class NoRoom(CheckpointError):
+    """Something is mapped already where our page should have been."""
+
+
 class Injection:
     """A place in one stopped process from which calls can be made, by any of its threads."""
 
@@ -97,14 +101,17 @@ class Injection:
         self._saved = stop.save(self._leader)
         with contextlib.ExitStack() as undo:
             undo.callback(_put_back, self._leader, self._saved)
-            undo.callback(self._unmap)
             got = self._map(self._gap, SIZE, 7)
+            if got != -errno.EEXIST:
+                undo.callback(self._unmap)
             if got == -errno.EACCES:
                 # PR_SET_MDWE or a security module: nothing may be writable and executable at once
                 got = self._map(self._gap, mmap.PAGESIZE, 5)
                 if got == self._gap:
                     rest = self._gap + mmap.PAGESIZE
                     got += self._map(rest, SIZE - mmap.PAGESIZE, 3) - rest
+            if got == -errno.EEXIST:
+                raise NoRoom("no free place was found in a process")
             if got != self._gap:
                 raise CheckpointError(f"no page could be mapped for injection: {got}")
             os.pwrite(self._memory, _CODE, self._gap)
@@ -132,7 +139,7 @@ class Injection:
 
     @property
     def data(self) -> int:
-        """Address of 4 KiB that calls may use as buffers."""
+        """Address of 8 KiB that calls may use as buffers."""
         return self._gap + _DATA
 
     def write(self, offset: int, content: bytes) -> None:

@@ -18,21 +18,28 @@ import struct
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from ..linux import cgroup, pidfd
 from ..linux import namespace as ns
 from ..linux import numbers as nr
+from ..linux.ask import Answers, Kind, Questions
 from ..linux.proc import (
+    INTERFACE_FILES,
+    NETWORK_FILES,
     ProcessInfo,
+    devices,
     inside_pids,
     mount_count,
     network_state,
     process_info,
+    read,
 )
 from ..linux.terminal import TIOCSCTTY
 from .boot import SIGCHLD
 from .interrupted import Waits
+from .look import CommonLook
 from .model import Capture
 from .network import Network
 from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
@@ -96,6 +103,8 @@ class Live:
         self.successor: Template | None = None  # made ahead for the next checkpoint
         self.spaces: dict[int, Space] = {}  # by host pid
         self.ahead = Ahead()
+        self._world_seen: tuple[Questions, Answers, tuple[int, bytes]] | None = None
+        self._common: CommonLook | None = None
         self.handed: dict[str, int] = {}  # descriptors taken out of a restored PID 1
         self.on_end: Callable[[], None] = lambda: None
         # guesses at the path of a file by its handle (kind, bytes) and inode number; whoever owns
@@ -108,6 +117,29 @@ class Live:
         """Open what needs the mounts to be in place; `world` is known from an earlier sandbox."""
         self.root = os.open(f"/proc/{self.init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self.world = world or WorldState(mount_count(self.init), network_state(self.init))
+
+    def world_now(self) -> tuple[int, bytes]:
+        """(the number of mounts, the state of the network), worked out only if it looks changed.
+
+        Counters of interfaces make it look so as well.
+        """
+        if self._world_seen is not None:
+            questions, answers, now = self._world_seen
+            if questions.ask([self.init]).same(answers):
+                return now
+        interfaces = devices(read(f"/proc/{self.init}/net/dev")) if self.world.network else []
+        questions = _world_questions(tuple(interfaces), bool(self.world.network))
+        answers = questions.ask([self.init])
+        network = network_state(self.init) if self.world.network else b""
+        now = mount_count(self.init), network
+        self._world_seen = questions, answers, now
+        return now
+
+    def common(self) -> CommonLook:
+        """What PID 1 has, and all others began with."""
+        if self._common is None:
+            self._common = CommonLook(self.init)
+        return self._common
 
     def take(self, numbers: Mapping[str, int]) -> None:
         """Get descriptors that PID 1 has made for the keeper: name -> number in PID 1."""
@@ -140,6 +172,14 @@ class Live:
                 return False
             self.successor = made
             return True
+
+    def advance(self, base: Template) -> None:
+        """A checkpoint has been taken: what is made ahead must begin with its template."""
+        with self._end_lock:
+            self.base = base
+            stale, self.successor = self.successor, None
+        if stale is not None:
+            stale.close()
 
     def take_successor(self) -> Template | None:
         with self._end_lock:
@@ -280,26 +320,27 @@ class Live:
 
         Once it has answered, every child that had ended by then has been reported.
         """
-        with self.lock:
-            run = self.peer.run(_SURVEY, self.slot + REQUEST_SLOT)
+        with self.surveying() as answer:
+            return answer()
 
-        def text(name: str) -> bytes:
-            at = _BUFFERS[name].offset
-            size = _NUMBER if name.startswith(LIMITS_DIRECTORY) else _BUFFER
-            return bytes(run.memory[at : at + size]).rstrip(b"\0")
+    @contextlib.contextmanager
+    def surveying(self) -> Iterator[Callable[[], Survey]]:
+        """PID 1 looks while something else is done; what is yielded waits for its answer."""
+        answered = False
+        with self.lock, self.peer.lock:
+            run = self.peer.send(_SURVEY, self.slot + REQUEST_SLOT, {})
 
-        uname = run.memory[_BUFFERS["uname"].offset :][:390]
-        fields = [uname[i * 65 : (i + 1) * 65].split(b"\0")[0] for i in range(6)]
-        return Survey(
-            last_pid=int(text(_LAST_PID)),
-            hostname=fields[1],
-            domainname=fields[5],
-            queue_limits=tuple(
-                int(text(f"{LIMITS_DIRECTORY}/{name}") or default)
-                for name, default in zip(LIMITS, Queues().limits, strict=True)
-            ),
-            ipc={name: max(0, text(path).count(b"\n") - 1) for name, path in _IPC.items()},
-        )
+            def answer() -> Survey:
+                nonlocal answered
+                answered = True
+                self.peer.answer(run)
+                return _surveyed(run)
+
+            try:
+                yield answer
+            finally:
+                if not answered:
+                    self.peer.answer(run)
 
     def peer_pids(self, sockets: Sequence[int]) -> list[int]:
         """Whom SO_PEERCRED of each socket names, as a pid inside, also when it has ended."""
@@ -375,17 +416,20 @@ class Live:
         """
         if self._ended:
             return
-        try:
-            cgroup.freeze(self.group, True)
-            if not cgroup.wait_event(self.group, b"frozen 1", 0.05):
-                self.kill_all()
-        except BaseException:
-            self.thaw()
-            raise
+        with self.ahead.excluded():
+            self.ahead.over = True
+            try:
+                cgroup.freeze(self.group, True)
+                if not cgroup.wait_event(self.group, b"frozen 1", 0.05):
+                    self.kill_all()
+            except BaseException:
+                self.thaw()
+                raise
 
     def thaw(self) -> None:
         """Undo `stop`."""
         cgroup.freeze(self.group, False)
+        self.ahead.over = self._ended
 
     def kill_all(self) -> None:
         """Kill everything and wait for it.
@@ -408,9 +452,11 @@ class Live:
             if self.successor is not None:
                 self.successor.close()
                 self.successor = None
-            self.forget_others(())
+            self.ahead.over = True
             self.kill_all()
             pidfd.reap(self.pidfd)
+            with self.ahead.excluded():  # what it uses is closed from here on
+                self.forget_others(())
             self.peer.close()
             self.reports.close()
             for fd in (self.root, self.pidfd, *self.handed.values()):
@@ -434,6 +480,21 @@ _IPC = {
 }
 
 
+@lru_cache(maxsize=64)
+def _world_questions(interfaces: tuple[str, ...], network: bool) -> Questions:
+    """All that `mount_count` and `network_state` read."""
+    ask = Questions()
+    ask.add("mountinfo", Kind.READ, "/proc/%d/mountinfo")
+    for name in NETWORK_FILES if network else ():
+        ask.add(name, Kind.READ, f"/proc/%d/net/{name}")
+    for interface in interfaces:
+        for name in INTERFACE_FILES:
+            escaped = interface.replace("%", "%%")
+            path = f"/proc/%d/root/sys/class/net/{escaped}/{name}"
+            ask.add(f"{interface} {name}", Kind.READ, path)
+    return ask
+
+
 def _survey_program() -> tuple[Sealed, dict[str, Ref]]:
     program = Program()
     buffers = {"uname": program.data(bytes(_BUFFER))}
@@ -454,6 +515,26 @@ def _survey_program() -> tuple[Sealed, dict[str, Ref]]:
 
 
 _SURVEY, _BUFFERS = _survey_program()
+
+
+def _surveyed(run: Run) -> Survey:
+    def text(name: str) -> bytes:
+        at = _BUFFERS[name].offset
+        size = _NUMBER if name.startswith(LIMITS_DIRECTORY) else _BUFFER
+        return bytes(run.memory[at : at + size]).rstrip(b"\0")
+
+    uname = run.memory[_BUFFERS["uname"].offset :][:390]
+    fields = [uname[i * 65 : (i + 1) * 65].split(b"\0")[0] for i in range(6)]
+    return Survey(
+        last_pid=int(text(_LAST_PID)),
+        hostname=fields[1],
+        domainname=fields[5],
+        queue_limits=tuple(
+            int(text(f"{LIMITS_DIRECTORY}/{name}") or default)
+            for name, default in zip(LIMITS, Queues().limits, strict=True)
+        ),
+        ipc={name: max(0, text(path).count(b"\n") - 1) for name, path in _IPC.items()},
+    )
 
 
 def _gaps(numbers: Sequence[int]) -> list[tuple[int, int]]:

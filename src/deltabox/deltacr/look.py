@@ -16,13 +16,13 @@ from ..linux.ask import Answers, Descriptor, Kind, Questions
 from ..linux.ptrace import NT_PRSTATUS, NT_X86_XSTATE, SIGINFO_SIZE, Registers, Rseq
 from ..linux.sched import Scheduling
 
-PROCESS_NAMESPACES = (
+NAMESPACES = (  # as in ask.c
     *("mnt", "pid", "net", "ipc", "uts", "user", "cgroup", "time"),
     *("pid_for_children", "time_for_children"),
 )
-THREAD_NAMESPACES = ("net", "ipc", "uts", "cgroup", "pid_for_children", "time_for_children")
+_AT_SYSINFO_EHDR = 33
 _FILES = (
-    *("stat", "status", "auxv", "timers", "autogroup", "attr/current"),
+    *("auxv", "timers", "autogroup", "attr/current"),
     *("loginuid", "oom_score_adj", "coredump_filter"),
 )
 
@@ -36,16 +36,22 @@ class Look:
 
     @cached_property
     def stat(self) -> proc.Stat:
-        return proc.parse_stat(self.answers["stat"])
+        return proc.parse_stat(self.answers["0/stat"])
 
     @cached_property
     def status(self) -> proc.Status:
-        return proc.Status(self.answers["status"])
+        return proc.Status(self.answers["0/status"])
 
-    def namespace(self, name: str, tid: int = 0) -> int | None:
-        """The inode of a namespace; None where nobody has been born in it yet."""
-        raw = self.answers.get(f"{self._index[tid]}/ns/{name}" if tid else f"ns/{name}")
-        return None if raw is None else struct.unpack_from("=QQ", raw)[1]
+    @cached_property
+    def vdso(self) -> int:
+        """Where the kernel has put the vdso (getauxval(3), AT_SYSINFO_EHDR); 0 if it has not."""
+        pairs = struct.iter_unpack("=QQ", self.answers["auxv"])
+        return next((value for key, value in pairs if key == _AT_SYSINFO_EHDR), 0)
+
+    def namespaces(self, tid: int | None = None) -> tuple[int, ...]:
+        """The inodes of NAMESPACES; 0 for one in which nobody has been born yet."""
+        raw = self.answers["0/ns" if tid is None else f"{self._index[tid]}/ns"]
+        return struct.unpack(f"={len(NAMESPACES)}Q", raw)
 
     def file(self, name: str) -> bytes | None:
         """The contents of /proc/PID/NAME, where there is such a file that we may read."""
@@ -134,8 +140,6 @@ def questions(threads: int) -> Questions:
     ask = Questions()
     for name in _FILES:
         ask.add(name, Kind.READ, f"/proc/%d/{name}")
-    for name in PROCESS_NAMESPACES:
-        ask.add(f"ns/{name}", Kind.STAT, f"/proc/%d/ns/{name}")
     for name in ("exe", "cwd", "root"):
         ask.add(name, Kind.LINK, f"/proc/%d/{name}")
         ask.add(f"{name} facts", Kind.STAT, f"/proc/%d/{name}")
@@ -145,8 +149,7 @@ def questions(threads: int) -> Questions:
         task = "/proc/%d/task/%d"
         for name in ("stat", "status", "children", "personality"):
             ask.add(f"{who}/{name}", Kind.READ, f"{task}/{name}", who=who)
-        for name in THREAD_NAMESPACES if who else ():
-            ask.add(f"{who}/ns/{name}", Kind.STAT, f"{task}/ns/{name}", who=who)
+        ask.add(f"{who}/ns", Kind.NAMESPACES, f"{task}/ns", who=who)
         ask.add(f"{who}/registers", Kind.REGISTERS, who=who, more=NT_PRSTATUS)
         ask.add(f"{who}/xstate", Kind.REGISTERS, who=who, more=NT_X86_XSTATE)
         ask.add(f"{who}/mask", Kind.SIGNAL_MASK, who=who)
@@ -168,8 +171,7 @@ def _common() -> Questions:
     ask = Questions()
     for name in ("attr/current", "loginuid", "oom_score_adj", "coredump_filter"):
         ask.add(name, Kind.READ, f"/proc/%d/{name}")
-    for name in PROCESS_NAMESPACES[:8]:
-        ask.add(f"ns/{name}", Kind.STAT, f"/proc/%d/ns/{name}")
+    ask.add("ns", Kind.NAMESPACES, "/proc/%d/ns")
     ask.add("status", Kind.READ, "/proc/%d/status")
     _scheduling(ask, "", 0)
     return ask
@@ -188,9 +190,7 @@ class CommonLook:
         self.affinity = answers["affinity"]
         self.io_priority = int.from_bytes(answers["io priority"], "little")
         self.filters = int(proc.Status(answers["status"])["Seccomp_filters"])
-        self.namespaces = {
-            name: answers.facts(f"ns/{name}").inode for name in PROCESS_NAMESPACES[:8]
-        }
+        self.namespaces: tuple[int, ...] = struct.unpack(f"={len(NAMESPACES)}Q", answers["ns"])
 
 
 def _infos(raw: bytes) -> tuple[bytes, ...]:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Protocol
 
 from ..errors import UnsupportedState
 from ..linux.ask import Answers, Facts, Kind, Questions
@@ -18,14 +19,22 @@ from . import memory
 from .look import Look
 from .model import Mapping
 from .objects import files
-from .objects.ghosts import DELETED, Ghosts
+from .objects.ghosts import DELETED
 from .subject import Refuse, Refused
+
+
+class Nameless(Protocol):
+    """Where files without a name are kept (objects/ghosts.py). Raises Refused."""
+
+    def enter(self, path: str, target: str, *, unnamed: bool = False) -> int: ...
+
+    def enter_older(self, file: int, path: str) -> int: ...
 
 
 class Names:
     """What the names of one frozen tree have been found to lead to."""
 
-    def __init__(self, root_fd: int, base: int, born: float, ghosts: Ghosts) -> None:
+    def __init__(self, root_fd: int, base: int, born: float, ghosts: Nameless) -> None:
         """`base` is a descriptor of the base's root (-1: none); `born` when the tree began."""
         self.root_fd = root_fd
         self.base = base
@@ -42,11 +51,16 @@ class Names:
         """Whether a mapped file is the base's own, unchanged."""
         return (mapping.path, mapping.inode) in self._pristine
 
-    def look(self, paths: Iterable[str]) -> Answers:
+    def look(self, paths: tuple[str, ...]) -> Answers:
         """Find out at once what these names lead to."""
-        wanted = tuple(dict.fromkeys(paths))
-        answers = _questions(wanted).ask([self.root_fd])
-        for path in wanted:
+        return self._note(paths, questions(paths).ask([self.root_fd]))
+
+    def learn(self, paths: tuple[str, ...], raw: bytes, packed: bytes) -> Answers:
+        """The same, where C has asked already."""
+        return self._note(paths, questions(paths).answers(raw, packed))
+
+    def _note(self, paths: tuple[str, ...], answers: Answers) -> Answers:
+        for path in paths:
             self._facts[path] = answers.get(path)
         return answers
 
@@ -54,6 +68,13 @@ class Names:
         """Whether a mapping shows what its name leads to, now and as long as that is the same."""
         key = (mapping.path, mapping.device, mapping.inode)
         return mapping.kind != "file" or (self._named[key] and mapping.ghost < 0)
+
+    def with_base(self, mappings: Iterable[Mapping]) -> tuple[Mapping, ...]:
+        """Written private mappings of the base's own files are marked: templates map those."""
+        return tuple(
+            replace(m, of_base=True) if m.pages and m.kind == "file" and self.is_pristine(m) else m
+            for m in mappings
+        )
 
     def is_of_base(self, mapping: Mapping) -> bool:
         """Whether a mapped file, whose name has been looked up, is the base's own, unchanged."""
@@ -184,7 +205,8 @@ class Names:
 
 
 @lru_cache(maxsize=256)
-def _questions(paths: tuple[str, ...]) -> Questions:
+def questions(paths: tuple[str, ...]) -> Questions:
+    """What names lead to in a root."""
     ask = Questions()
     for path in paths:
         ask.add(path, Kind.IN_ROOT, path, more=os.O_PATH)

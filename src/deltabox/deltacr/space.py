@@ -23,10 +23,13 @@ pages again, so a checkpoint that fails afterwards would forget them.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from ..linux import bulk, pidfd, userfaultfd
@@ -35,6 +38,7 @@ from ..linux.ask import Answers, Kind, Questions
 from ..linux.bulk import Areas, Regions
 from . import memory
 from .model import Mapping
+from .names import Names, questions
 
 if TYPE_CHECKING:
     from .inject import Injection
@@ -43,13 +47,12 @@ if TYPE_CHECKING:
     from .template import Template
 
 
-def _flags(watched: bool) -> Questions:
+@lru_cache(maxsize=1024)
+def _flags(how: int) -> Questions:
+    """`how`: where we may be injecting at the moment, and in bit 0 whether it is watched."""
     ask = Questions()
-    ask.add("flags", Kind.FLAGS, "/proc/%d/smaps", more=int(watched))
+    ask.add("flags", Kind.FLAGS, "/proc/%d/smaps", more=how)
     return ask
-
-
-_FLAGS = {watched: _flags(watched) for watched in (False, True)}
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,11 @@ class Known:
     names: Answers | None = None  # what the names of its files led to
     found: tuple[Mapping, ...] = ()  # with pages, and names that were good
 
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The names of mapped files."""
+        return tuple(dict.fromkeys(m.path for m in self.bare if m.kind == "file"))
+
 
 class Space:
     """What is known of one process's memory. Used by one thread at a time."""
@@ -72,6 +80,7 @@ class Space:
         """`origin` is the template it was cloned from, `known` what was known of it then."""
         self.host = host
         self.pending: list[Regions] = []
+        self._copied: tuple[Template, int, Regions] | None = None
         self.compared = False  # pending pages may be unchanged: let the template compare them
         self.known = known
         self._watcher = -1
@@ -121,9 +130,36 @@ class Space:
 
     # -- what it is -----------------------------------------------------------------------------
 
-    def map(self, refuse: Refuse) -> Known:
-        """Read its map; what is known of it stays known while nothing but pages has changed."""
-        text = _FLAGS[self.watched].ask([self.host])["flags"]
+    @property
+    def ready(self) -> bool:
+        """Whether a look may begin with what is known, see `wanted`."""
+        return self.seen and self.watched and self.known is not None
+
+    def wanted(self, names: Names) -> bulk.Wanted:
+        """All that a look needs, if its map is what is known of it."""
+        assert self.known is not None
+        asked = questions(self.known.paths)
+        return bulk.Wanted(
+            self.host,
+            names.root_fd,
+            self.known.gap | int(self.watched),
+            asked.address,
+            len(asked.names),
+            *self._where(self.known.bare),
+        )
+
+    def note(self, written: Regions) -> None:
+        """Add to `pending` what has been found to be written."""
+        self.pending.append(written)
+
+    def map(self, refuse: Refuse, text: bytes | None = None) -> Known:
+        """Read its map; what is known of it stays known while nothing but pages has changed.
+
+        `text` is what linux/ask.c has made of smaps, if that has been done.
+        """
+        if text is None:
+            gap = 0 if self.known is None else self.known.gap
+            text = _flags(gap | int(self.watched)).ask([self.host])["flags"]
         if self.known is None or self.known.text != text:
             self.known = Known(text, *memory.mappings(text, refuse))
         return self.known
@@ -137,13 +173,21 @@ class Space:
 
     # -- looking at its pages ---------------------------------------------------------------------
 
-    def present(self, pagemap: int, mappings: Items[Mapping]) -> Regions:
+    def present(self, mappings: Items[Mapping]) -> Regions:
         """The private pages and guard regions of these mappings."""
-        return bulk.present(pagemap, self._where(mappings)[0])
+        with self._pagemap() as pagemap:
+            return bulk.present(pagemap, self._where(mappings)[0])
+
+    @contextlib.contextmanager
+    def _pagemap(self) -> Iterator[int]:
+        fd = os.open(f"/proc/{self.host}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def look(
         self,
-        pagemap: int,
         mappings: Items[Mapping],
         present: Regions,
         base: dict[int, Held],
@@ -157,6 +201,17 @@ class Space:
         unknown = present.watched(False)
         if len(unknown) and self.watched:
             self._register(mappings, unknown)
+        with self._pagemap() as pagemap:
+            self.note(self._changed(pagemap, mappings, unknown, base, template))
+
+    def _changed(
+        self,
+        pagemap: int,
+        mappings: Items[Mapping],
+        unknown: Regions,
+        base: dict[int, Held],
+        template: Template | None,
+    ) -> Regions:
         found = Regions()
         if self.watched:
             found = bulk.written(pagemap, self._where(mappings)[1])
@@ -170,7 +225,7 @@ class Space:
                 unknown = self._unshared(pagemap, unknown, base, template)
         self.seen = True
         self.compared = self.compared or not self.watched
-        self.pending.append(bulk.union([found, unknown]))
+        return bulk.union([found, unknown])
 
     def _register(self, mappings: Items[Mapping], unknown: Regions) -> None:
         """Watch what has been mapped since the last look."""
@@ -212,13 +267,21 @@ class Space:
         finally:
             os.close(theirs)
 
-    def changes(self, first: int = 0) -> Regions:
-        """All that is pending from the given look on."""
-        return bulk.union(self.pending[first:])
+    def changes(self, template: Template | None = None) -> Regions:
+        """All that is pending, but for what this template has read ahead."""
+        if self._copied is None or template is not self._copied[0]:
+            return bulk.union(self.pending)
+        _, looks, rest = self._copied
+        return bulk.union([rest, *self.pending[looks:]])
+
+    def copied(self, template: Template, looks: int, rest: Regions) -> None:
+        """The template has read what the first so many looks have found, but for the rest."""
+        self._copied = template, looks, rest
 
     def settled(self) -> None:
-        """A template holds everything that was pending."""
+        """A template holds everything that was pending, and is the last checkpoint's now."""
         self.pending.clear()
+        self._copied = None
 
     def _where(self, mappings: Items[Mapping]) -> tuple[Areas, Areas]:
         """(where to look for pages, where for writes)."""

@@ -22,14 +22,17 @@ from __future__ import annotations
 
 import os
 import struct
+from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
 
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
 from ..linux.bulk import Regions, Row, translate
 from ..linux.openat2 import openat2
-from .model import Capture, Mapping, Process
+from .model import Mapping, Process
 from .records import (
     CONTROL,
     OURS_END,
@@ -140,17 +143,17 @@ class Stash:
         return sizes
 
 
-def plan(capture: Capture, base: Stash | None) -> Stash:
+def plan(processes: Items[Process], base: Stash | None) -> Stash:
     """Lay out the stash for a whole tree; what `base` holds already stays where it is.
 
     Neighbours that the kernel had kept apart must not become mergeable, so two of the same
     protection that touch are given different shifts.
     """
     stash = Stash(next=base.next if base else STASH)
-    pids = {process.pid for process in capture.processes}
+    pids = {process.pid for process in processes}
     if base:
         stash.windows = {key: list(found) for key, found in base.windows.items() if key[0] in pids}
-    for process in capture.processes:
+    for process in processes:
         neighbours = Counter(m.start // _GIB for m in process.mappings if m.pages)
         previous: Mapping | None = None
         shift = 0
@@ -194,18 +197,88 @@ class Changes:
     compare: bool = False  # some of `pages` may be as they were: compare before writing
 
 
+@dataclass(frozen=True)
+class Pull:
+    """Ranges to read from one process, as iovecs: where they are, and where they are kept."""
+
+    pid: int
+    source: int | str  # its host pid, or the input that brings its memory file
+    remote: bytes
+    local: bytes
+    count: int
+    total: int
+    what: str
+
+    def pieces(self, most: int) -> Iterator[Pull]:
+        """The same in parts of about so many bytes."""
+        sizes = array("Q", self.remote)[1::2]
+        first = total = 0
+        for index, size in enumerate(sizes, 1):
+            total += size
+            if total >= most or index == self.count:
+                where = slice(16 * first, 16 * index)
+                yield replace(
+                    self,
+                    remote=self.remote[where],
+                    local=self.local[where],
+                    count=index - first,
+                    total=total,
+                )
+                first, total = index, 0
+
+    def regions(self) -> Regions:
+        """Where they are, in the process."""
+        return Regions.of([(at, at + size) for at, size in struct.iter_unpack("<QQ", self.remote)])
+
+
 @dataclass
 class Feeding:
-    """The template's own program, what it needs, and how to tell that all was read."""
+    """What a template has to run to hold a new stash: `program`, and then all of `pulls`."""
 
     program: Program
     fds: dict[str, int]
     copied: Var  # pages that were merged
-    pulled: int = 0  # bytes that were read without comparing
+    pulls: list[Pull] = field(default_factory=list)
+
+    @property
+    def pulled(self) -> int:
+        """Bytes that are read without comparing."""
+        return sum(pull.total for pull in self.pulls)
+
+    def reading(self, pulls: Items[Pull]) -> Program:
+        """A program of its own for some of the pulls."""
+        program = Program(*self.fds)
+        for pull in pulls:
+            _add(program, pull)
+        return program
+
+    def whole(self) -> Program:
+        """All in one."""
+        for pull in self.pulls:
+            _add(self.program, pull)
+        return self.program
+
+    def close(self) -> None:
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds.clear()
+
+
+def _add(program: Program, pull: Pull) -> None:
+    is_file = isinstance(pull.source, str)
+    program.root.pull(
+        program.inputs[pull.source] if isinstance(pull.source, str) else pull.source,
+        pull.remote,
+        pull.local,
+        pull.count,
+        pull.total,
+        is_file=is_file,
+        what=pull.what,
+    )
 
 
 def feed(
-    capture: Capture,
+    processes: Items[Process],
     stash: Stash,
     base: Stash | None,
     reference: int,
@@ -215,30 +288,29 @@ def feed(
 
     `changes` are by pid. process_vm_readv(2) respects PROT_NONE, so such pages come through
     /proc/PID/mem instead. `reference` is a root that shows the base as it is, for mappings of its
-    files.
+    files. The caller closes what is returned.
     """
     names = dict.fromkeys(
         held.file[0]
         for key, held in stash.held.items()
         if held.file and not (base and key in base.held and base.held[key].same_place(held))
     )
-    hidden = {p.pid: p for p in capture.processes for m in p.mappings if m.pages and not m.prot & 1}
+    hidden = {p.pid: p for p in processes for m in p.mappings if m.pages and not m.prot & 1}
     program = Program(*(f"mem{pid}" for pid in hidden), *names)
-    fds: dict[str, int] = {}
+    feeding = Feeding(program, {}, program.variable())
     try:
         for pid, process in hidden.items():
-            fds[f"mem{pid}"] = os.open(f"/proc/{process.host_pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+            path = f"/proc/{process.host_pid}/mem"
+            feeding.fds[f"mem{pid}"] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         for path in names:
-            fds[path] = openat2(reference, path, os.O_RDONLY)
-        feeding = Feeding(program, fds, program.variable())
+            feeding.fds[path] = openat2(reference, path, os.O_RDONLY)
         old = base.held if base else {}
         if base:
             _shrink(program, old, stash)
-        for process in capture.processes:
+        for process in processes:
             _feed_process(feeding, process, stash, old, changes.get(process.pid))
     except BaseException:
-        for fd in fds.values():
-            os.close(fd)
+        feeding.close()
         raise
     return feeding
 
@@ -299,26 +371,14 @@ def _feed_process(
     _pull(feeding, process, hidden_fresh, changes.present, is_file=True)
 
 
-def _source(feeding: Feeding, process: Process, is_file: bool) -> Argument:
-    return feeding.program.inputs[f"mem{process.pid}"] if is_file else process.host_pid
-
-
 def _pull(
     feeding: Feeding, process: Process, rows: list[Row], regions: Regions, *, is_file: bool
 ) -> None:
     remote, local, count, total = translate(rows, regions)
-    if not count:
-        return
-    feeding.pulled += total
-    feeding.program.root.pull(
-        _source(feeding, process, is_file),
-        remote,
-        local,
-        count,
-        total,
-        is_file=is_file,
-        what=f"read the memory of pid {process.pid}",
-    )
+    if count:
+        source = f"mem{process.pid}" if is_file else process.host_pid
+        what = f"read the memory of pid {process.pid}"
+        feeding.pulls.append(Pull(process.pid, source, remote, local, count, total, what))
 
 
 def _merge(
@@ -333,7 +393,7 @@ def _merge(
     ):
         assert scratch is not None
         program.root.merge(
-            _source(feeding, process, is_file),
+            program.inputs[f"mem{process.pid}"] if is_file else process.host_pid,
             origin,
             target,
             size,
@@ -362,50 +422,37 @@ def _reserve(program: Program, held: Held, known: int) -> None:
     )
 
 
-def _read_ranges(
-    program: Program,
-    pid: int,
-    ranges: list[tuple[int, int, int]],
-    checks: list[tuple[Var, int]],
-) -> None:
-    """process_vm_readv(2) of (origin, target, size) ranges, at most IOV_MAX of them."""
-    remote = program.data(b"".join(struct.pack("<QQ", a, n) for a, _, n in ranges))
-    local = program.data(b"".join(struct.pack("<QQ", a, n) for _, a, n in ranges))
-    result = program.variable()
-    program.root.call(
-        nr.PROCESS_VM_READV,
-        pid,
-        local,
-        len(ranges),
-        remote,
-        len(ranges),
-        0,
-        save=result,
-        what=f"read the memory of host process {pid}",
-    )
-    checks.append((result, sum(n for _, _, n in ranges)))
-
-
 def duplicate(
     old: Stash, new: Stash, template: int, reference: int
-) -> tuple[Program, dict[str, int], list[tuple[Var, int]]]:
+) -> tuple[Program, dict[str, int]]:
     """Fill a blank template with all that another one (a host pid) holds, page by page.
 
     The copy begins a new line, because forks of forks of templates get slower with every
     generation; and a new layout, because a line of templates never uses an address range again.
+    It is read through /proc/PID/mem: process_vm_readv(2) pins what it reads, for which the kernel
+    first gives a forked process pages of its own (FAULT_FLAG_UNSHARE, since Linux 5.19), and the
+    template that is read would hold everything a second time.
     """
     names = dict.fromkeys(held.file[0] for held in new.held.values() if held.file)
-    program = Program(*names)
+    program = Program("memory", *names)
     fds = {path: openat2(reference, path, os.O_RDONLY) for path in names}
-    checks: list[tuple[Var, int]] = []
+    fds["memory"] = os.open(f"/proc/{template}/mem", os.O_RDONLY | os.O_CLOEXEC)
     ranges: list[tuple[int, int, int]] = []
     for key, held in new.held.items():
         _reserve(program, held, 0)
         origin = old.held[key].shift
         ranges += [(low + origin, low + held.shift, high - low) for low, high in held.pages]
-    for first in range(0, len(ranges), _IOV_MAX):
-        _read_ranges(program, template, ranges[first : first + _IOV_MAX], checks)
-    return program, fds, checks
+    if ranges:
+        program.root.pull(
+            program.inputs["memory"],
+            b"".join(struct.pack("<QQ", start, size) for start, _, size in ranges),
+            b"".join(struct.pack("<QQ", start, size) for _, start, size in ranges),
+            len(ranges),
+            sum(size for _, _, size in ranges),
+            is_file=True,
+            what=f"read the memory of host process {template}",
+        )
+    return program, fds
 
 
 def _without(

@@ -9,20 +9,27 @@ template first unmaps its stash, or a deleted checkpoint would live as long as t
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import os
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..linux import numbers as nr
+from ..linux import pagemap, pidfd
 from .boot import First
-from .model import Capture
+from .model import Capture, Mapping
 from .peer import Peer, PeerGone, ProgramFailed, end_task
 from .records import OURS_END, STASH, WORLD_SLOT, Program, Sealed
 from .space import Known
 from .stash import Stash
 
-_FIRST_SLOT = 1  # slot 0 is the template's own
+log = logging.getLogger(__name__)
+
+_keys = itertools.count(1)
+_SLOTS = range(1, WORLD_SLOT)  # slot 0 is the template's own
 
 
 @dataclass
@@ -39,44 +46,75 @@ class Template:
     """Memory and program of one checkpoint. Thread-safe."""
 
     def __init__(self, peer: Peer, door: Peer, task: int, door_task: int, pid: int) -> None:
+        self.key = next(_keys)
         self.peer = peer
         self.door = door
         self.pid_outside = pid
-        self.memory_bytes = 0
-        self.on_size: Callable[[], None] = lambda: None
+        self.on_size: Callable[[int, int, int], None] = lambda own, whole, extra: None
         self.stats = Stats()
         self.sealed: Sealed | None = None
         self.first: First | None = None  # makes the PID 1 that `sealed` is run by
         self.stash: Stash | None = None  # what it holds, and where
         self.depth = 0  # generations of forks since the last full copy
         self.capture: Capture | None = None
+        self.read_ahead = 0  # bytes that were copied before the checkpoint
+        self.mappings: dict[int, tuple[Mapping, ...]] = {}  # those it was fed for, by pid
         self.known: dict[int, Known] = {}  # of each process's memory, by pid
         self.shared: list[int] = []  # files with the contents of shared memory
         self.externals: list[str] = []  # keys of the pipes a restore must bring
-        self.on_close: Callable[[], None] = lambda: None
+        self.shares: Callable[[], bool] = lambda: False  # pages with other templates
+        self.on_close: Callable[[int], None] = lambda freed: None
         self._task = task
         self._door_task = door_task
         self._lock = threading.Lock()
         self.life = threading.RLock()  # held while it is closed, or another is forked from it
         self.cloning = threading.Lock()  # held while somebody decides what its clones inherit
-        self._slots = set(range(_FIRST_SLOT, WORLD_SLOT))
-        self._closed = False
+        self._taken: set[int] = set()  # slots; those that are free would be 40 KB a checkpoint
+        self._closed = self._killed = False
 
-    def resize(self, size: int) -> None:
-        """Say how much memory it takes of its own, or is about to take at the most."""
-        self.memory_bytes = size
-        self.on_size()
+    def resize(self, *, own: int, whole: int, extra: int = 0) -> None:
+        """Say how much memory it takes, or is about to take at the most: pages of its own, those
+        of the whole state (the others it shares with the one it is a fork of), and what else.
+        """
+        self.on_size(own, whole, extra)
+
+    def _exclusive_bytes(self) -> int:
+        """Memory that its end frees at once: pages that no other template or tree maps."""
+        if self.stash is None:
+            return 0
+        held = ((one.address, one.size) for one in self.stash.held.values())
+        try:
+            fd = os.open(f"/proc/{self.pid_outside}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            log.warning("a template has ended on its own")
+            return 0
+        try:
+            return pagemap.exclusive_bytes(fd, held)
+        finally:
+            os.close(fd)
 
     def take_slot(self) -> int:
         """A place in the template's address space for one restore's control memory."""
         with self._lock:
-            if not self._slots:
-                raise OSError(11, "too many live trees restored from one checkpoint")
-            return self._slots.pop()
+            for slot in _SLOTS:
+                if slot not in self._taken:
+                    self._taken.add(slot)
+                    return slot
+        raise OSError(11, "too many live trees restored from one checkpoint")
 
     def give_slot(self, slot: int) -> None:
         with self._lock:
-            self._slots.add(slot)
+            self._taken.discard(slot)
+
+    def kill(self) -> None:
+        """Have it end without waiting for that: `close` does. Nothing restored from it may run."""
+        with self.life:
+            if self._closed:
+                return
+            self._killed = True
+            for task in (self._door_task, self._task):
+                with contextlib.suppress(ProcessLookupError):
+                    pidfd.send_signal(task, signal.SIGKILL)
 
     def close(self) -> None:
         """Free the memory and end the two tasks. Idempotent."""
@@ -91,13 +129,15 @@ class Template:
         if self._closed:
             return
         self._closed = True
-        program = Program()
-        program.root.call(nr.MUNMAP, STASH, OURS_END - STASH)
-        with contextlib.suppress(ProgramFailed, PeerGone, OSError):
-            self.peer.run(program.seal(), 0)
+        freed = self._exclusive_bytes() if self.shares() else 0
+        if not self._killed:
+            program = Program()
+            program.root.call(nr.MUNMAP, STASH, OURS_END - STASH)
+            with contextlib.suppress(ProgramFailed, PeerGone, OSError):
+                self.peer.run(program.seal(), 0)
         for peer, task in ((self.door, self._door_task), (self.peer, self._task)):
             peer.close()
             end_task(task)
         while self.shared:
             os.close(self.shared.pop())
-        self.on_close()
+        self.on_close(freed)

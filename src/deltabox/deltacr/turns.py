@@ -1,4 +1,8 @@
-"""Whose turn it is to look at a tree: a checkpoint's, or theirs who work ahead for the next one."""
+"""Whose turn it is with a tree: a checkpoint's, a rollback's that stops it, or work's ahead.
+
+A tree that is stopped by the freezer of its control group executes nothing, not even what is
+injected; who waits for that would wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,15 @@ from collections.abc import Iterator
 
 
 class Ahead:
-    """Who may look at a tree: those who work ahead, one step at a time, or a checkpoint."""
+    """Who may touch a tree: those who work ahead, one step at a time, or one who excludes them."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
         self._wanted = 0
+        self.over = False  # the tree is stopped: nobody shall work ahead
 
     @contextlib.contextmanager
-    def checkpoint(self) -> Iterator[None]:
+    def excluded(self) -> Iterator[None]:
         """Nobody works ahead within the block."""
         self._wanted += 1
         try:
@@ -27,8 +32,8 @@ class Ahead:
     @contextlib.contextmanager
     def step(self) -> Iterator[bool]:
         """One step ahead; False when it must not be taken now."""
-        if self._wanted:
+        if self._wanted or self.over:
             yield False
             return
         with self._turn:
-            yield not self._wanted
+            yield not (self._wanted or self.over)

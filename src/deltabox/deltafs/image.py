@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import shutil
 import subprocess
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,11 +44,8 @@ log = logging.getLogger(__name__)
 
 MINIMUM_SIZE: Final = 128 << 20
 _STEP: Final = 64 << 20  # smaller changes of size or ballast are not worth the calls
-# Passes of maintain() after a deletion: a commit that sets btrfs' cleaner to work, one that gives
-# free what the cleaner has found, and the trim that hands it to the host.
-_CLEAN_PASS: Final = 1
-_FREE_PASS: Final = 5
-_TRIM_PASS: Final = 10
+_TRIM_EVERY: Final = 10.0  # seconds, at least, unless room is wanted at once
+_LOOK: Final = 0.005  # seconds between two looks at what btrfs' cleaner has left to do
 _OPTIONS: Final = "nodatasum,nobarrier,discard=async,commit=30"
 
 
@@ -65,8 +64,9 @@ class Image:
         self._number = 0
         self._closed = False
         self._ballast = 0
-        self._deleted = False
-        self._passes = 0
+        self._deleted = False  # something, since the cleaner was last set to work
+        self._cleaning = False
+        self._trimmed = -math.inf
         self._shelf: dict[Key, Path] = {}
         self._open = ExitStack()
 
@@ -257,22 +257,41 @@ class Image:
             room = max(0, self._host_free() - self._reserve)
             self._grow(room)
             self._fill_ballast(room)
-            if not self._deleted:
-                return
-            self._passes += 1
-            step = self._passes
-            if step == _TRIM_PASS:
-                self._deleted, self._passes = False, 0
+        if self._cleaning or time.monotonic() - self._trimmed >= _TRIM_EVERY:
+            self._give_back()
+
+    def reclaim(self, timeout: float = 2.0) -> None:
+        """Give back to the host now what deletions have freed; stops waiting after `timeout` s."""
+        deadline = time.monotonic() + timeout
+        while self._give_back() and time.monotonic() < deadline:
+            time.sleep(_LOOK)  # there is nothing to wait on before Linux 6.13
+
+    def _give_back(self) -> bool:
+        """Take freed blocks one step further; whether there is another step.
+
+        A deletion is committed, which sets btrfs' cleaner to work. When that is through, another
+        commit makes the blocks free, and the trim hands them to the host.
+        """
+        with self._lock:
+            if self._closed or not (self._deleted or self._cleaning):
+                return False
+            begin = self._deleted
+            if begin:
+                self._deleted, self._cleaning = False, True
             top = os.dup(self._top)
         try:  # without the lock: these may take their time
-            if step in (_CLEAN_PASS, _FREE_PASS):
+            if begin:
                 btrfs.sync(top)
-            elif step == _TRIM_PASS:
+            elif not btrfs.dying(top):
+                self._cleaning = False
+                self._trimmed = time.monotonic()
+                btrfs.sync(top)
                 btrfs.trim(top)
         except OSError as error:  # the host's file system cannot punch holes: space stays
             log.debug("freeing space of %s: %s", self.path, error)
         finally:
             os.close(top)
+        return self._cleaning or self._deleted
 
     def _grow(self, room: int) -> None:
         size = min(self._size_limit, self.used_bytes() + room) & ~0xFFFFF

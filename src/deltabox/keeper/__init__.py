@@ -12,5 +12,5 @@ it over a unix socket.
     trees       sandboxes that share history          handles     programs held by their pipes
     streams     the pump and its buffers              background  work that nobody waits for
     budget      what may be used of the host          journal     what a killed keeper leaves
-    accounts    users inside of a sandbox
+    accounts    users inside of a sandbox             retention   what a tree keeps on its own
 """

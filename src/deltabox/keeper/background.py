@@ -4,6 +4,11 @@ After a rollback the old processes have to be collected, their files deleted and
 made; none of it belongs into the caller's time. One thread and one queue per tree keep the order
 (btrfs is slower, not faster, when two threads work on one image) and let the tree wait for the
 rest of it when it is closed. When there is nothing to do for a second, `idle` is called.
+
+What is deleted goes to a second queue, `later`: five hundred checkpoints dropped at once must not
+stand between a sandbox and its next spare. It is served one piece at a time when the first queue is
+empty, with pauses three times as long as the work; and, so that a sandbox that never rests cannot
+outgrow it, after any other piece of work once its oldest has waited for a second.
 """
 
 from __future__ import annotations
@@ -11,12 +16,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 log = logging.getLogger(__name__)
 
+_REST = 3.0  # times as long as a piece of the second queue took, nothing more of it is done
+_SHORTEST = 0.002
+_PATIENCE = 1.0  # seconds that the second queue gives way to the first
 
 _serving = threading.local()
 
@@ -50,6 +60,8 @@ class Background(threading.Thread):
         self._queue: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = (
             queue.SimpleQueue()
         )
+        self._later: deque[tuple[float, Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._pause = _SHORTEST
         self.start()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> None:
@@ -60,29 +72,68 @@ class Background(threading.Thread):
         else:
             self._queue.put((function, args))
 
+    def later(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function(*args)` when there is nothing else to do; not at all after `end`."""
+        first = not self._later
+        self._later.append((time.monotonic(), function, args))
+        if first:
+            self.submit(lambda: None)  # so that the thread looks
+
+    @property
+    def backlog(self) -> int:
+        """Pieces of work that wait for a quiet moment."""
+        return len(self._later)
+
+    def hurry(self) -> bool:
+        """Do one piece of that work now, in the caller's thread; False when there is none."""
+        try:
+            _, function, args = self._later.popleft()
+        except IndexError:
+            return False
+        self._call(function, args)
+        return True
+
     def run(self) -> None:
         while True:
             try:
-                item = self._queue.get(timeout=1.0)
+                item = self._queue.get(timeout=self._pause if self._later else 1.0)
             except queue.Empty:
-                item = (self._idle, ())
+                if not self._at_leisure():
+                    self._call(self._idle, ())
+                continue
             if item is None:
                 return
-            function, args = item
-            try:
-                function(*args)
-            except Exception:
-                log.exception("in the background: %s", getattr(function, "__name__", function))
+            self._call(*item)
+            if self._waits_too_long():
+                self._at_leisure()
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            function(*args)
+        except Exception:
+            log.exception("in the background: %s", getattr(function, "__name__", function))
+
+    def _at_leisure(self) -> bool:
+        began = time.monotonic()
+        did = self.hurry()
+        self._pause = max(_SHORTEST, _REST * (time.monotonic() - began))
+        return did
+
+    def _waits_too_long(self) -> bool:
+        try:
+            return time.monotonic() - self._later[0][0] > _PATIENCE
+        except IndexError:
+            return False
 
     def flush(self) -> None:
-        """Wait until everything submitted so far is done."""
+        """Wait until everything submitted so far is done, but for what can wait."""
         _begin_deferred()
         done = threading.Event()
         self._queue.put((done.set, ()))
         done.wait()
 
     def end(self) -> None:
-        """Do what is left and end the thread."""
+        """Do what is left, but for what could wait, and end the thread."""
         _begin_deferred()
         self._queue.put(None)
         self.join()

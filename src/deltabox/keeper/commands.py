@@ -198,7 +198,7 @@ def run(
                     out, err, truncated = _take(found)
                     status = found.status
                     box.abandon(found)
-    box.tree.touch()
+    box.tree.touch(box)
     if status is None:
         raise SandboxClosed("the sandbox was closed while the command ran")
     return {"exit_code": status, "stdout": out, "stderr": err, "truncated": truncated}
@@ -274,7 +274,7 @@ def shell_run(
             call.gone = False
             _cut_off(box, number, call)
             raise
-    box.tree.touch()
+    box.tree.touch(box)
     return {
         "exit_code": done.status,
         "stdout": done.stdout,

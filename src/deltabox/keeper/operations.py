@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -39,31 +39,31 @@ _RETRIES = (0.005, 0.02, 0.05)
 Compare = Callable[[Snapshot, Snapshot, Path], Any]
 
 
-def checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[Tree]) -> Node:
+def checkpoint(box: Box, name: str | None, *, budget: Budget) -> Node:
     """Take a checkpoint of one instant of the whole sandbox."""
     with box.operating("take a checkpoint"):
-        return _patiently(box, name, budget=budget, trees=trees)
+        return _patiently(box, name, budget=budget)
 
 
-def _patiently(box: Box, name: str | None, *, budget: Budget, trees: Iterable[Tree]) -> Node:
+def _patiently(box: Box, name: str | None, *, budget: Budget) -> Node:
     """Take a checkpoint; try again when something stood in the way that may be gone in a moment.
 
     Many programs hold a socket for a millisecond when they start (libc asks nscd who they are).
     """
     for delay in _RETRIES:
         try:
-            return _checkpoint(box, name, budget=budget, trees=trees)
+            return _checkpoint(box, name, budget=budget)
         except UnsupportedState as error:
             log.info("%s: %s; trying again", box.number, error)
             time.sleep(delay)
-    return _checkpoint(box, name, budget=budget, trees=trees)
+    return _checkpoint(box, name, budget=budget)
 
 
-def _checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[Tree]) -> Node:
+def _checkpoint(box: Box, name: str | None, *, budget: Budget) -> Node:
     tree = box.tree
     started = time.perf_counter()
     with tree.reserving(name):
-        budget.check(trees)
+        budget.check(tree)
         tree.image.presync()
         snapshots: list[Snapshot] = []
         attic = tree.image.attic(box.layer, tree.owner)
@@ -85,7 +85,7 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[T
                 finally:
                     box.let_go()
             attic.belong(snapshots[0])
-            budget.check(trees, extra=template.memory_bytes)
+            budget.check(tree)
         except BaseException as error:
             attic.discard()
             if template is not None:
@@ -98,8 +98,8 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[T
             raise CheckpointError(f"no checkpoint was taken: {error}") from error
         measured = template.stats
         node = tree.add(
+            box=box,
             name=name,
-            parent=box.head,
             snapshot=snapshots[0],
             template=template,
             saved=saved,
@@ -110,7 +110,6 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget, trees: Iterable[T
                 "processes": measured.processes,
             },
         )
-    box.head = node.number
     tree.background.submit(tree.stock, node)
     tree.background.submit(tree.engine.prepare, box.live)
     tree.background.submit(tree.engine.refill)
@@ -145,8 +144,7 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
         box.head = node.number
         box.let_go()
         tree.background.submit(tree.stock, node)
-        tree.background.submit(tree.engine.look_ahead, new.live)
-        tree.background.submit(tree.engine.prepare, new.live)
+        tree.background.submit(tree.engine.work_ahead, new.live)
         tree.background.submit(_dispose, box, old_live, old_layer, old_handles)
         tree.background.submit(tree.engine.refill)
 
@@ -166,16 +164,18 @@ def fork(
     *,
     identity: str,
     budget: Budget,
-    trees: Iterable[Tree],
     executor: Executor,
 ) -> list[Box]:
     """Live copies of a checkpoint, or of the present state (which becomes a checkpoint)."""
     tree = box.tree
     with box.operating("fork"):
+        made = reference is None
         if reference is None:
-            reference = _patiently(box, None, budget=budget, trees=trees).number
+            reference = _patiently(box, None, budget=budget).number
         budget.check_host()
         with tree.pinned(reference) as node:
+            if made:
+                tree.released([reference])  # nobody has been told of it
             copies = [tree.new_box(node.number) for _ in range(count)]
             if identity == "new" and node.template.capture is not None:
                 for copy in copies:
@@ -263,10 +263,7 @@ def changed_files(tree: Tree, reference: str) -> int:
     """How many files differ between a checkpoint and its parent (counted once)."""
     with tree.pinned(reference) as node:
         if node.changed_files is None:
-            before: Layer | Snapshot = tree.origin
-            if node.parent is not None:
-                with tree.pinned(node.parent) as parent:
-                    node.changed_files = len(diff.diff(parent.snapshot, node.snapshot, tree.base))
-            else:
+            with tree.pinned_parent(node) as parent:
+                before = tree.origin if parent is None else parent.snapshot
                 node.changed_files = len(diff.diff(before, node.snapshot, tree.base))
         return node.changed_files

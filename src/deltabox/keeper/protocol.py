@@ -4,7 +4,10 @@ A message is four bytes of length and one msgpack map. A request is `{"op": name
 the answer is any number of `{"event": kind, "data": bytes}` and then one `{"ok": value}` or one
 `{"error": {...}}`. A request that makes something new (a sandbox, a fork) is followed by
 `{"op": "claim"}`: a caller that is interrupted before it could claim what it asked for does not
-leave it behind, because the keeper closes what is unclaimed when the connection ends.
+leave it behind, because the keeper closes what is unclaimed when the connection ends. In the same
+way a checkpoint that is described in an answer counts as referred to from then on, and no longer
+if the connection ends with that answer. When the client's object for it goes, the next request of
+whatever kind names it in `"released": {tree: [ids]}`.
 
 There is one connection for each call in progress and no multiplexing: an interrupted call (Ctrl-C
 in the middle of an answer) can then be given up by closing its connection, and no other call

@@ -23,13 +23,14 @@ from ..deltafs import diff
 from ..deltafs.inside import Inside
 from ..deltafs.root import DEFAULT_HIDE
 from ..errors import NoSpace, SandboxClosed
+from ..retention import rebuilt
 from . import commands, operations
 from .box import Box
 from .budget import Budget
 from .faults import Faults
 from .journal import Journal
 from .streams import Pump
-from .trees import Tree
+from .trees import Node, Tree
 
 if TYPE_CHECKING:
     from .server import Connection
@@ -94,9 +95,10 @@ class Requests:
         io_uring: bool,
         max_memory: int | None,
         max_disk: int | None,
+        keep: dict[str, Any],
     ) -> dict[str, Any]:
         self.budget.change(max_memory=max_memory, max_disk=max_disk)
-        self.budget.check(self.all_trees())
+        self.budget.check()
         path = Path(base)
         if not path.is_dir():
             raise ValueError(f"the base {base!r} is not a directory")
@@ -128,6 +130,8 @@ class Requests:
                 network=network,
                 on_external=on_external,
                 io_uring=io_uring,
+                budget=self.budget,
+                policy=rebuilt(keep),
             )
             try:
                 box = tree.boot(hostname)
@@ -179,7 +183,6 @@ class Requests:
             at,
             identity=identity,
             budget=self.budget,
-            trees=self.all_trees(),
             executor=self.executor,
         )
         for copy in copies:
@@ -199,9 +202,9 @@ class Requests:
     def do_checkpoint(
         self, connection: Connection, *, box: str, name: str | None
     ) -> dict[str, Any]:
-        node = operations.checkpoint(
-            self.box(box), name, budget=self.budget, trees=self.all_trees()
-        )
+        found = self.box(box)
+        node = operations.checkpoint(found, name, budget=self.budget)
+        connection.given.append((found.tree, node.number))
         return node.describe() | {"stats": node.stats}
 
     def do_rollback(self, connection: Connection, *, box: str, to: str) -> None:
@@ -213,21 +216,61 @@ class Requests:
             found.check_closed()
         found.tree.delete(which)
 
-    def do_node(self, connection: Connection, *, box: str, which: str) -> dict[str, Any]:
+    def _give(self, connection: Connection, tree: Tree, node: Node) -> dict[str, Any]:
+        """Describe a checkpoint to a client that makes an object of it. The tree's lock is held."""
+        tree.refer(node)
+        connection.given.append((tree, node.number))
+        return node.describe()
+
+    def do_parent(self, connection: Connection, *, box: str, which: str) -> dict[str, Any] | None:
         tree = self.box(box).tree
         with tree.lock:
-            return tree.find(which).describe()
+            number = tree.find(which).parent
+            return None if number is None else self._give(connection, tree, tree.nodes[number])
 
-    def do_nodes(self, connection: Connection, *, box: str) -> dict[str, Any]:
+    def do_children(self, connection: Connection, *, box: str, which: str) -> list[dict[str, Any]]:
+        tree = self.box(box).tree
+        with tree.lock:
+            numbers = tree.find(which).children
+            return [self._give(connection, tree, tree.nodes[number]) for number in numbers]
+
+    def do_head(self, connection: Connection, *, box: str) -> dict[str, Any] | None:
         found = self.box(box)
         with found.changed:
             found.check_closed()
         tree = found.tree
         with tree.lock:
-            return {
-                "head": found.head,
-                "nodes": [node.describe() for node in tree.nodes.values()],
-            }
+            node = None if found.head is None else tree.nodes.get(found.head)
+            return None if node is None else self._give(connection, tree, node)
+
+    def do_nodes(self, connection: Connection, *, box: str) -> list[dict[str, Any]]:
+        found = self.box(box)
+        with found.changed:
+            found.check_closed()
+        tree = found.tree
+        with tree.lock:
+            return [self._give(connection, tree, node) for node in tree.nodes.values()]
+
+    def do_keep(self, connection: Connection, *, box: str, policy: dict[str, Any]) -> None:
+        found = self.box(box)
+        with found.changed:
+            found.check_closed()
+        found.tree.keep(rebuilt(policy))
+
+    def do_usage(self, connection: Connection, *, box: str) -> dict[str, Any]:
+        tree = self.box(box).tree
+        with tree.lock:
+            count = len(tree.nodes)
+        return {"checkpoints": count, "memory": tree.memory_bytes(), "disk": tree.disk_bytes()}
+
+    def do_hold(self, connection: Connection, *, box: str, which: str, held: bool) -> None:
+        self.box(box).tree.hold(which, held=held)
+
+    def released(self, numbers: dict[str, list[str]]) -> None:
+        """Objects for these checkpoints of the trees of these names have gone in a client."""
+        for tree in self.all_trees():
+            if tree.name in numbers:
+                tree.released(numbers[tree.name])
 
     def do_stats(self, connection: Connection, *, box: str, which: str) -> dict[str, Any]:
         tree = self.box(box).tree

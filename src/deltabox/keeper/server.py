@@ -30,6 +30,7 @@ from .journal import start_time
 from .protocol import VERSION, Channel, Message, describe
 from .requests import Requests
 from .streams import Pump
+from .trees import Tree
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Connection:
         self.channel = channel
         self.session = session
         self.unclaimed: list[str] = []
+        self.given: list[tuple[Tree, str]] = []  # checkpoints described in the last answer
         self._lock = threading.Lock()
         self._call: tuple[Call, Box] | None = None
         self._hung = False
@@ -185,6 +187,8 @@ class Server:
             for number in connection.unclaimed:
                 log.info("%s was never claimed", number)
                 self._close(connection.session, number)
+            for tree, number in connection.given:
+                tree.released([number])
 
     def _greet(self, channel: Channel) -> Connection | None:
         """The first message: the right version, and who is there."""
@@ -245,6 +249,10 @@ class Server:
         channel = connection.channel
         while (message := channel.receive()) is not None:
             connection.unclaimed.clear()
+            connection.given.clear()
+            released = message.pop("released", None)
+            if released:
+                self.requests.released(released)
             op = str(message.pop("op"))
             if op == "claim":
                 continue

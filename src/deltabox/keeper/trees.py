@@ -7,7 +7,8 @@ ends with its last sandbox.
 
 `Tree.lock` guards the dictionaries here and nothing that takes time; it is never held while a
 sandbox's lock is taken. A checkpoint that somebody works with is *pinned*: deleting it takes it out
-of sight at once, and its memory and files go when the last pin does.
+of sight at once, and its memory and files go when the last pin does, one checkpoint after the other
+in quiet moments. So do those that the tree's policy (retention.py) lets go of.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,11 +35,14 @@ from ..deltafs import find, root
 from ..deltafs.image import Image
 from ..deltafs.layers import Layer, Snapshot
 from ..errors import DeltaBoxError, RollbackError, UnknownCheckpoint
+from ..retention import KeepAll, Policy
 from . import identity
 from .background import Background
 from .box import Box, Saved
+from .budget import Budget
 from .handles import Handle
 from .identity import Registrations
+from .retention import Retention
 from .streams import Pump, Writer
 
 log = logging.getLogger(__name__)
@@ -61,6 +65,7 @@ class Node:
     """A checkpoint. Changed only with the tree's lock held, `spare` with its own."""
 
     number: str
+    serial: int
     name: str | None
     parent: str | None
     created_at: float
@@ -70,10 +75,16 @@ class Node:
     stats: dict[str, Any]
     children: list[str] = field(default_factory=list)
     pins: int = 0
+    held: bool = False
+    references: int = 0  # objects for it in the client
     deleted: bool = False
     spare: Spare | None = None
     spare_lock: threading.Lock = field(default_factory=threading.Lock)
     changed_files: int | None = None
+
+    @property
+    def referred(self) -> bool:
+        return self.references > 0
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -114,6 +125,8 @@ class Tree:
         network: str,
         on_external: str,
         io_uring: bool,
+        budget: Budget,
+        policy: Policy,
     ) -> None:
         self.name = name
         self.base = base
@@ -122,15 +135,19 @@ class Tree:
         self.directory = directory
         self.first_uid = first_uid
         self.pump = pump
+        self.budget = budget
         self.lock = threading.Lock()
         self.nodes: dict[str, Node] = {}
         self.names: dict[str, str | None] = {}
         self.boxes: dict[str, Box] = {}
-        self.touched = False
+        self.retention: Retention[Node] = Retention()
+        self.touched: set[Box] = set()  # those with work to be done ahead
         self.place = -1
         self.origin: Snapshot
         self._numbers = itertools.count(1)
         self._spare_order: list[Node] = []
+        self._leaving: dict[str, Node] = {}
+        self._disk = 0
         with ExitStack() as undo:
             self.image = Image.create(directory, name=name, size_limit=disk_limit)
             undo.callback(self.image.close)
@@ -152,7 +169,10 @@ class Tree:
                 self.base_fd, self.image.blank(), self.engine.userns, self.owner
             )
             undo.callback(os.close, self.engine.reference)
+            self.engine.ledger.report = lambda change: budget.took(memory=change)
+            self.retention.change(policy, ())
             self.background = Background(name, idle=self._idle)
+            budget.enter(self)
             undo.pop_all()
 
     def next_number(self) -> int:
@@ -210,7 +230,10 @@ class Tree:
         """Take a closed sandbox out; whether it was the last one."""
         with self.lock:
             self.boxes.pop(box.number, None)
-            return not self.boxes
+            last = not self.boxes
+            gone = [] if last else self._surplus()
+        self._free_later(gone)
+        return last
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -234,18 +257,21 @@ class Tree:
     def add(
         self,
         *,
+        box: Box,
         name: str | None,
-        parent: str | None,
         snapshot: Snapshot,
         template: Template,
         saved: Saved,
         stats: dict[str, Any],
     ) -> Node:
-        """Record a checkpoint that has been taken (its name is reserved)."""
+        """Record a checkpoint that has been taken (its name is reserved). The sandbox stands on it
+        from here on, and the caller will have an object for it.
+        """
         node = Node(
             number=uuid.uuid4().hex[:12],
+            serial=self.next_number(),
             name=name,
-            parent=parent,
+            parent=None,
             created_at=time.time(),
             snapshot=snapshot,
             template=template,
@@ -256,10 +282,15 @@ class Tree:
             self.nodes[node.number] = node
             if name is not None:
                 self.names[name] = node.number
-            if parent in self.nodes:
-                self.nodes[parent].children.append(node.number)
-            else:
-                node.parent = None
+            parent = None if box.head is None else self.nodes.get(box.head)
+            if parent is not None:
+                node.parent = parent.number
+                parent.children.append(node.number)
+            box.head = node.number
+            node.references = 1
+            self.retention.note(node)
+            gone = self._surplus()
+        self._free_later(gone)
         return node
 
     def find(self, reference: str) -> Node:
@@ -282,36 +313,129 @@ class Tree:
             yield node
         finally:
             with self.lock:
-                node.pins -= 1
-                last = node.deleted and not node.pins
-            if last:
-                self.background.submit(self._free, node)
+                gone = self._unpin(node)
+            self._free_later(gone)
+
+    @contextmanager
+    def pinned_parent(self, node: Node) -> Iterator[Node | None]:
+        """The checkpoint's parent, as `pinned` has it; None if it has none."""
+        with self.lock:
+            parent = None if node.parent is None else self.nodes.get(node.parent)
+            if parent is not None:
+                parent.pins += 1
+        try:
+            yield parent
+        finally:
+            if parent is not None:
+                with self.lock:
+                    gone = self._unpin(parent)
+                self._free_later(gone)
+
+    def _unpin(self, node: Node) -> list[Node]:
+        """Let go of a pin; what can be freed now. The lock is held."""
+        node.pins -= 1
+        return [node] if node.deleted and not node.pins else self._surplus()
 
     def delete(self, reference: str) -> None:
         """Delete a checkpoint; its children become children of its parent."""
         with self.lock:
             node = self.find(reference)
-            node.deleted = True
-            del self.nodes[node.number]
-            if node.name is not None:
-                del self.names[node.name]
-            parent = None if node.parent is None else self.nodes.get(node.parent)
-            if parent is not None:
-                at = parent.children.index(node.number)
-                parent.children[at : at + 1] = node.children
-            for child in node.children:
-                self.nodes[child].parent = node.parent
-            for box in self.boxes.values():
-                if box.head == node.number:
-                    box.head = node.parent
-            now = not node.pins
-        if now:
-            self.background.submit(self._free, node)
+            self._take_out(node)
+            gone = self._surplus()
+            if not node.pins:
+                gone.append(node)
+        self._free_later(gone)
+
+    def _take_out(self, node: Node) -> None:
+        """Take a checkpoint out of sight. The lock is held."""
+        node.deleted = True
+        del self.nodes[node.number]
+        self.retention.forget(node)
+        if node.name is not None:
+            del self.names[node.name]
+        parent = None if node.parent is None else self.nodes.get(node.parent)
+        if parent is not None:
+            at = parent.children.index(node.number)
+            parent.children[at : at + 1] = node.children
+        for child in node.children:
+            self.nodes[child].parent = node.parent
+        for box in self.boxes.values():
+            if box.head == node.number:
+                box.head = node.parent
+
+    def _free_later(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            with self.lock:
+                self._leaving[node.number] = node
+            self.background.later(self._free, node)
 
     def _free(self, node: Node) -> None:
         self._drop_spare(node)
         node.template.close()
         self.image.delete(node.snapshot)
+        with self.lock:
+            del self._leaving[node.number]
+
+    # -- what is kept ------------------------------------------------------------------------
+
+    def keep(self, policy: Policy) -> None:
+        """Go by another policy from here on."""
+        with self.lock:
+            self.retention.change(policy, self.nodes.values())
+            gone = self._surplus()
+        self._free_later(gone)
+
+    def hold(self, reference: str, *, held: bool) -> None:
+        """Keep a checkpoint whatever the policy says, or no longer."""
+        with self.lock:
+            node = self.find(reference)
+            node.held = held
+            self.retention.note(node)
+            gone = self._surplus()
+        self._free_later(gone)
+
+    def refer(self, node: Node) -> None:
+        """The client will have one more object for a checkpoint. The lock is held."""
+        node.references += 1
+        self.retention.note(node)
+
+    def released(self, numbers: Iterable[str]) -> None:
+        """The client has one object less for each of these checkpoints."""
+        with self.lock:
+            for number in numbers:
+                node = self.nodes.get(number)
+                if node is not None:
+                    node.references -= 1
+                    self.retention.note(node)
+            gone = self._surplus()
+        self._free_later(gone)
+
+    def oldest_to_spare(self) -> Node | None:
+        """What the policy would give up first for want of room."""
+        with self.lock:
+            return self.retention.oldest(self._heads())
+
+    def give_up(self, node: Node) -> bool:
+        """Free a checkpoint now, for want of room, unless somebody has come to want it."""
+        with self.lock:
+            if node is not self.retention.oldest(self._heads()):
+                return False
+            self._take_out(node)
+            self._leaving[node.number] = node
+        self._free(node)
+        return True
+
+    def _heads(self) -> set[str]:
+        return {box.head for box in self.boxes.values() if box.head is not None}
+
+    def _surplus(self) -> list[Node]:
+        """Take what the policy lets go of out of sight. The lock is held."""
+        if isinstance(self.retention.policy, KeepAll):
+            return []
+        gone = self.retention.surplus(self.nodes, self._heads())
+        for node in gone:
+            self._take_out(node)
+        return gone
 
     # -- restoring ---------------------------------------------------------------------------
 
@@ -437,44 +561,58 @@ class Tree:
     # -- accounting and the end --------------------------------------------------------------
 
     def memory_bytes(self) -> int:
-        """What the checkpoints' templates hold."""
-        with self.lock:
-            nodes = list(self.nodes.values())
-        return sum(node.template.memory_bytes for node in nodes)
+        """What the checkpoints' templates hold together."""
+        return self.engine.ledger.held
 
     def disk_bytes(self) -> int:
         """What the image takes on the host's disk."""
         return self.image.used_bytes()
 
-    def touch(self) -> None:
-        """A command has ended: write its files out while the caller is thinking."""
-        if not self.touched:
-            self.touched = True
-            self.background.submit(self._presync)
+    def reclaim(self) -> None:
+        """Have the host get back now what deleted files took."""
+        self.image.reclaim()
 
-    def _presync(self) -> None:
-        self.touched = False
-        self.image.presync()
+    def account(self) -> None:
+        """Tell the budget what the image takes now."""
+        with self.lock:
+            used = self.disk_bytes()
+            change, self._disk = used - self._disk, used
+        self.budget.took(disk=change)
+
+    def touch(self, box: Box) -> None:
+        """A command has ended: work ahead for a checkpoint while the caller is thinking."""
+        with self.lock:
+            if box in self.touched:
+                return
+            self.touched.add(box)
+        self.background.submit(self._work_ahead, box)
+
+    def _work_ahead(self, box: Box) -> None:
+        with self.lock:
+            self.touched.discard(box)
+        if not (box.closing or box.dead):
+            self.image.presync()
+            self.engine.work_ahead(box.live)
 
     def _idle(self) -> None:
         self.image.maintain()
+        self.account()
 
     def close(self) -> None:
         """Free everything. There is no sandbox left."""
         steps: list[Callable[[], Any]] = [self.background.end]
         with self.lock:
-            nodes = list(self.nodes.values())
+            nodes = [*self.nodes.values(), *self._leaving.values()]
             self.nodes.clear()
             self.names.clear()
-        for node in nodes:
-            # looked at only when its turn comes: the background may be making it now
-            steps.append(functools.partial(_close_spare, node))
-            steps.append(node.template.close)
+        # looked at only when their turn comes: the background may be making one now
+        steps += [functools.partial(_close_spare, node) for node in nodes]
         steps += [
             self.engine.close,
             lambda: os.close(self.engine.reference),
             lambda: os.close(self.base_fd),
             self.image.close,
+            self._leave_budget,
             lambda: shutil.rmtree(self.directory),
         ]
         for step in steps:
@@ -482,6 +620,10 @@ class Tree:
                 step()
             except Exception:
                 log.exception("closing tree %s", self.name)
+
+    def _leave_budget(self) -> None:
+        self.budget.leave(self)
+        self.account()
 
 
 def _close_spare(node: Node) -> None:

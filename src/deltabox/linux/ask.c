@@ -29,7 +29,7 @@ typedef int32_t s32;
 
 /* bulk.py has the same numbers */
 enum { READ, LINK, STAT, IN_ROOT, DESCRIPTORS, REGISTERS, SIGNAL_MASK, SIGNALS, RSEQ, DISPATCH,
-       ROBUST_LIST, SCHEDULING, AFFINITY, IO_PRIORITY, FLAGS };
+       ROBUST_LIST, SCHEDULING, AFFINITY, IO_PRIORITY, FLAGS, NAMESPACES };
 
 /*
  * Whom a question is about is an index into the `ids` that come with each call, so that one list
@@ -192,17 +192,18 @@ static s64 descriptors(s32 pid, struct output *out)
 /* Our own mappings in a restored process: records.py has the same numbers. */
 #define OURS 0x400000000000UL
 #define OURS_END 0x550000000000UL
+#define INJECTED 0x6000UL /* inject.py */
 
 /*
  * One header of smaps without what differs between two restores of the same process: the device of
  * a file in its root, and the padding.  `own` says that the mapping is one of ours.
  */
-static char *put_header(char *to, const char *line, u64 length, int *own)
+static char *put_header(char *to, const char *line, u64 length, u64 gap, int *own)
 {
 	const char *end = line + length, *field = line, *device = 0, *rest;
 	u64 start = strtoul(line, 0, 16);
 
-	*own = start >= OURS && start < OURS_END;
+	*own = (start >= OURS && start < OURS_END) || (start >= gap && start < gap + INJECTED);
 	for (int i = 0; i < 3 && field; i++)
 		if ((field = memchr(field, ' ', end - field)))
 			field++;
@@ -255,9 +256,10 @@ static char *put_flags(char *to, const char *line, u64 length, int watched)
 
 /*
  * Of /proc/PID/smaps the lines that do not change with every page: headers, keys and flags.  They
- * are the same for a process and for its restored copy.  Written over the text itself.
+ * are the same for a process and for its restored copy.  What is injected at `gap` at the same time
+ * is left out.  Written over the text itself.
  */
-static s64 flags_of(const char *path, int watched, struct output *out)
+static s64 flags_of(const char *path, u64 gap, int watched, struct output *out)
 {
 	u64 start = out->used;
 	s64 size = read_file(AT_FDCWD, path, out);
@@ -274,7 +276,7 @@ static s64 flags_of(const char *path, int watched, struct output *out)
 		if (*from < 'A' || *from > 'Z') {
 			char *begun = to;
 
-			to = put_header(to, from, length, &own);
+			to = put_header(to, from, length, gap, &own);
 			if (own)
 				to = begun;
 		} else if (!own && !strncmp(from, "VmFlags:", 8)) {
@@ -287,6 +289,34 @@ static s64 flags_of(const char *path, int watched, struct output *out)
 	}
 	out->used = to - out->bytes;
 	return out->used - start;
+}
+
+/*
+ * The inode numbers of the namespaces of a process, in this order; 0 for one in which nobody has
+ * been born yet.  The links tell them, and cost half of what following them does.
+ */
+static const char *const namespaces[] = { "mnt", "pid", "net", "ipc", "uts", "user", "cgroup",
+					  "time", "pid_for_children", "time_for_children" };
+
+static s64 namespaces_of(const char *path, struct output *out)
+{
+	u64 numbers[sizeof namespaces / sizeof *namespaces] = { 0 };
+	int directory = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+
+	if (directory < 0)
+		return -errno;
+	for (u64 i = 0; i < sizeof namespaces / sizeof *namespaces; i++) {
+		char text[64];
+		ssize_t got = readlinkat(directory, namespaces[i], text, sizeof text - 1);
+		char *number = got > 0 ? memchr(text, '[', got) : 0;
+
+		if (number) {
+			text[got] = 0;
+			numbers[i] = strtoul(number + 1, 0, 10);
+		}
+	}
+	close(directory);
+	return put(out, numbers, sizeof numbers);
 }
 
 static s64 registers(s32 tid, u64 kind, struct output *out)
@@ -367,6 +397,7 @@ static s64 one_answer(const struct question *q, const s32 *ids, struct output *o
 	case LINK:
 	case STAT:
 	case FLAGS:
+	case NAMESPACES:
 		snprintf(path, sizeof path, q->path, ids[0], who);
 		break;
 	}
@@ -382,7 +413,9 @@ static s64 one_answer(const struct question *q, const s32 *ids, struct output *o
 	case DESCRIPTORS:
 		return descriptors(who, out);
 	case FLAGS:
-		return flags_of(path, q->more, out);
+		return flags_of(path, q->more & ~1UL, q->more & 1, out);
+	case NAMESPACES:
+		return namespaces_of(path, out);
 	case REGISTERS:
 		return registers(who, q->more, out);
 	case SIGNALS:
@@ -410,4 +443,74 @@ long bulk_ask(const struct question *questions, long count, const s32 *ids, char
 			out.used = start;
 	}
 	return out.used;
+}
+
+/* -- the memory of several processes, looked at in one call --------------------------------------- */
+
+struct area;
+struct region;
+struct cursor { u64 area, at; };
+
+long bulk_present(int, struct cursor *, const struct area *, long, u64, struct region *, long);
+long bulk_written(int, struct cursor *, const struct area *, long, struct region *, long);
+
+/* bulk.py has the same structure. */
+struct memory {
+	s32 pid, root;
+	u64 flags;                              /* as FLAGS wants them: gap and whether it is watched */
+	const struct question *questions;       /* about names, in the root */
+	u64 name_count;
+	struct answer *answers;                 /* room for as many */
+	const struct area *areas, *watched;     /* where to look for pages, and for writes */
+	u64 area_count, watched_count, guard;
+	/* answers: bytes from `at` on in the output */
+	u64 text_at, names_at, present_at, written_at;
+	s64 text, names, present, written;      /* sizes; regions for the last two; or -errno */
+	struct cursor next;                     /* where `written` has to be gone on with */
+};
+
+/*
+ * Look at all of them.  Whatever has no room is -E2BIG and asked again by the caller; `written`
+ * gives what there was room for, because asking forgets it.
+ */
+void bulk_memories(struct memory *memories, long count, char *bytes, u64 room)
+{
+	struct output out = { bytes, room, 0 };
+
+	for (long i = 0; i < count; i++) {
+		struct memory *m = memories + i;
+		struct cursor begin = { 0, 0 };
+		char path[64];
+
+		snprintf(path, sizeof path, "/proc/%d/smaps", m->pid);
+		m->text_at = out.used;
+		m->text = flags_of(path, m->flags & ~1UL, m->flags & 1, &out);
+		out.used = m->text_at + (m->text < 0 ? 0 : m->text);
+		out.used += -out.used & 7;
+		m->names_at = out.used;
+		m->names = bulk_ask(m->questions, m->name_count, &m->root, out.bytes + out.used,
+				    out.room - out.used, m->answers);
+		out.used += m->names < 0 ? 0 : m->names;
+		out.used += -out.used & 7;
+		snprintf(path, sizeof path, "/proc/%d/pagemap", m->pid);
+		int fd = open(path, O_RDONLY | O_CLOEXEC);
+
+		m->present_at = m->written_at = out.used;
+		m->present = m->written = fd < 0 ? -errno : 0;
+		if (fd < 0)
+			continue;
+		m->present = bulk_present(fd, &begin, m->areas, m->area_count, m->guard,
+					  (struct region *)(out.bytes + out.used),
+					  (out.room - out.used) / 24);
+		if (m->present >= 0 && begin.area < m->area_count)
+			m->present = -E2BIG;
+		out.used += m->present < 0 ? 0 : m->present * 24;
+		m->written_at = out.used;
+		m->next = (struct cursor){ 0, 0 };
+		m->written = bulk_written(fd, &m->next, m->watched, m->watched_count,
+					  (struct region *)(out.bytes + out.used),
+					  (out.room - out.used) / 24);
+		out.used += m->written < 0 ? 0 : m->written * 24;
+		close(fd);
+	}
 }

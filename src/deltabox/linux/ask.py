@@ -44,6 +44,7 @@ class Kind(IntEnum):
     AFFINITY = 12
     IO_PRIORITY = 13
     FLAGS = 14
+    NAMESPACES = 15
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class _Buffers(threading.local):
 
 
 _buffers = _Buffers()
+_packing = threading.Lock()  # what C reads must not be made twice
 
 
 class Questions:
@@ -125,11 +127,24 @@ class Questions:
         self._paths += os.fsencode(path) + b"\0"
 
     def _pack(self) -> ctypes.Array[ctypes.c_char]:
+        with _packing:
+            return self._packed or self._pack_now()
+
+    def _pack_now(self) -> ctypes.Array[ctypes.c_char]:
         self._kept = ctypes.create_string_buffer(bytes(self._paths), len(self._paths))
         base = ctypes.addressof(self._kept)
         packed = b"".join(_QUESTION.pack(k, w, m, base + at) for k, w, m, at in self._entries)
         self._packed = ctypes.create_string_buffer(packed, max(len(packed), 1))
         return self._packed
+
+    @property
+    def address(self) -> int:
+        """Where the packed list is, which has as many entries as there are names."""
+        return ctypes.addressof(self._packed or self._pack())
+
+    def answers(self, raw: bytes, packed: bytes) -> Answers:
+        """What C has answered elsewhere: the bytes, and the struct answer of each question."""
+        return Answers(self.names, raw, list(_ANSWER.iter_unpack(packed)))
 
     def ask(self, ids: Sequence[int]) -> Answers:
         """Ask all of them of these."""

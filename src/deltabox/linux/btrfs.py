@@ -47,6 +47,9 @@ FITRIM: Final = 3 << 30 | 24 << 16 | ord("X") << 8 | 121  # linux/fs.h
 SUBVOL_RDONLY: Final = 1 << 1
 INODE_ITEM_KEY: Final = 1
 FIRST_FREE_OBJECTID: Final = 256
+ROOT_TREE: Final = 1
+ORPHAN_OBJECTID: Final = (1 << 64) - 5
+ORPHAN_ITEM_KEY: Final = 48
 _MAX: Final = (1 << 64) - 1
 _SEARCH_BUFFER: Final = 256 * 1024
 
@@ -104,6 +107,27 @@ def resize(directory: int, size: int | None) -> None:
 def sync(directory: int) -> None:
     """Commit, and wake the cleaner that frees deleted subvolumes (BTRFS_IOC_SYNC)."""
     fcntl.ioctl(directory, SYNC)
+
+
+def dying(directory: int) -> bool:
+    """Whether there are deleted subvolumes that the cleaner is not through with.
+
+    Each has an orphan item in the tree of roots until then (fs/btrfs/root-tree.c).
+    """
+    buffer = bytearray(112 + 256)
+    struct.pack_into(
+        "=7Q4I4QQ", buffer, 0,
+        ROOT_TREE,
+        ORPHAN_OBJECTID, ORPHAN_OBJECTID,
+        0, _MAX,
+        0, _MAX,
+        ORPHAN_ITEM_KEY, ORPHAN_ITEM_KEY,
+        1, 0,
+        0, 0, 0, 0,
+        256,
+    )  # fmt: skip
+    fcntl.ioctl(directory, TREE_SEARCH_V2, buffer, True)
+    return bool(struct.unpack_from("=I", buffer, 64)[0])
 
 
 def trim(directory: int) -> int:

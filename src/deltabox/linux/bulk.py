@@ -8,15 +8,20 @@ and nobody looks at them one by one.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import struct
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from .pagemap import PAGE_IS_GUARD, PAGE_IS_WPALLOWED, guards
 
 LIBRARY = Path(__file__).with_name("_bulk")
 _ROOM = 1 << 14
+_SETTLED = PAGE_IS_WPALLOWED | PAGE_IS_GUARD
 _LONGEST = 4 << 20  # bytes in one entry of an iovec
 
 library = ctypes.CDLL(str(LIBRARY), use_errno=False)
@@ -58,6 +63,11 @@ class Regions:
     def guarded(self) -> bool:
         """Whether some of them are guard regions."""
         return any(found & PAGE_IS_GUARD for found in self.packed[2::3])
+
+    @property
+    def unwatched(self) -> bool:
+        """Whether writes to some of them are not watched; guard regions have none."""
+        return not all(found & _SETTLED for found in self.packed[2::3])
 
     def unguarded(self) -> Regions:
         """Without guard regions."""
@@ -113,8 +123,14 @@ def written(pagemap: int, areas: Areas) -> Regions:
     return _scan(_c.bulk_written, pagemap, areas)
 
 
-def _scan(function: ctypes._NamedFuncPointer, pagemap: int, areas: Areas, *more: int) -> Regions:
-    cursor = (ctypes.c_uint64 * 2)()
+def _scan(
+    function: ctypes._NamedFuncPointer,
+    pagemap: int,
+    areas: Areas,
+    *more: int,
+    begin: tuple[int, int] = (0, 0),
+) -> Regions:
+    cursor = (ctypes.c_uint64 * 2)(*begin)
     found = array("Q")
     buffer = ctypes.create_string_buffer(_ROOM * 24)
     arguments = (ctypes.c_long(n) for n in more)
@@ -152,7 +168,7 @@ def unshared(mine: int, theirs: int, regions: Regions, shifts: Sequence[int]) ->
             buffer,
             ctypes.c_long(room),
         )
-        if got == -7:  # E2BIG
+        if got == -errno.E2BIG:
             room *= 4
             continue
         _check(got)
@@ -195,3 +211,104 @@ def translate(rows: Sequence[Row], regions: Regions) -> tuple[bytes, bytes, int,
 def _check(result: int) -> None:
     if result < 0:
         raise OSError(-result, os.strerror(-result))
+
+
+ANSWER_SIZE = 16
+_MEMORY = struct.Struct("=ii9Q4Q4q2Q")  # struct memory in ask.c
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to look at in one process: see struct memory in ask.c."""
+
+    pid: int
+    root: int  # a descriptor of the directory that the names are looked up in
+    flags: int
+    names: int  # address of a list of questions
+    name_count: int
+    areas: Areas
+    watched: Areas
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What there was; None where it has to be asked again."""
+
+    text: bytes | None
+    names: tuple[bytes, bytes] | None  # the answers' bytes, and the answers
+    present: Regions | None
+    written: Regions
+    error: int  # errno of asking for writes, which has forgotten nothing then; or 0
+
+
+def memories(wanted: Sequence[Wanted]) -> list[Seen]:
+    """Look at the memory of several processes in one call."""
+    lists = [ctypes.create_string_buffer(max(1, ANSWER_SIZE * w.name_count)) for w in wanted]
+    packed = b"".join(
+        _MEMORY.pack(
+            w.pid,
+            w.root,
+            w.flags,
+            w.names,
+            w.name_count,
+            ctypes.addressof(answers),
+            w.areas.address,
+            w.watched.address,
+            w.areas.count,
+            w.watched.count,
+            guards(),
+            *(0,) * 10,
+        )
+        for w, answers in zip(wanted, lists, strict=True)
+    )
+    jobs = ctypes.create_string_buffer(packed, len(packed))
+    _c.bulk_memories(jobs, ctypes.c_long(len(wanted)), _rooms.bytes, ctypes.c_uint64(_rooms.size))
+    out = memoryview(_rooms.bytes)
+    found = []
+    full = False
+    for one, answers, w in zip(_MEMORY.iter_unpack(jobs.raw), lists, wanted, strict=True):
+        text_at, names_at, present_at, written_at = one[11:15]
+        text, names, present_count, written_count, area, at = one[15:]
+        full = full or -errno.E2BIG in (text, names, present_count)
+        changed = _regions(out, written_at, max(0, written_count))
+        if written_count >= 0 and area < w.watched.count:
+            full = True
+            pagemap = os.open(f"/proc/{w.pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                more = _scan(_c.bulk_written, pagemap, w.watched, begin=(area, at))
+            finally:
+                os.close(pagemap)
+            changed = union([changed, more])
+        found.append(
+            Seen(
+                None if text < 0 else out[text_at : text_at + text].tobytes(),
+                None if names < 0 else (out[names_at : names_at + names].tobytes(), answers.raw),
+                None if present_count < 0 else _regions(out, present_at, present_count),
+                changed,
+                max(0, -written_count),
+            )
+        )
+    if full:
+        _rooms.grow()
+    return found
+
+
+def _regions(out: memoryview, at: int, count: int) -> Regions:
+    packed = array("Q")
+    packed.frombytes(out[at : at + 24 * count])
+    return Regions(packed)
+
+
+class _Rooms(threading.local):
+    """Room for answers, one for each thread; it grows to what was needed once."""
+
+    def __init__(self) -> None:
+        self.size = 1 << 20
+        self.bytes = ctypes.create_string_buffer(self.size)
+
+    def grow(self) -> None:
+        self.size *= 4
+        self.bytes = ctypes.create_string_buffer(self.size)
+
+
+_rooms = _Rooms()

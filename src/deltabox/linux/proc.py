@@ -184,18 +184,19 @@ def start_time(pid: int) -> int:
     return stat(pid).start_time
 
 
+NETWORK_FILES = ("dev", "route", "fib_trie", "if_inet6", "ipv6_route")
+
+
 def network_state(init: int) -> bytes:
     """What describes a network namespace that nobody has touched; `init` has its sysfs on /sys."""
-    names = ("dev", "route", "fib_trie", "if_inet6", "ipv6_route")
     parts = []
-    for name in names:
+    for name in NETWORK_FILES:
         try:
             text = read(f"/proc/{init}/net/{name}")
         except FileNotFoundError:
             continue
         if name == "dev":  # without the counters
-            devices = [line.split(b":")[0].strip().decode() for line in text.splitlines()[2:]]
-            text = b"\n".join(_interface(init, device) for device in sorted(devices))
+            text = b"\n".join(_interface(init, device) for device in sorted(devices(text)))
         elif name == "ipv6_route":
             text = b"\n".join(line[:70] for line in text.splitlines())
         elif name == "route":
@@ -204,9 +205,17 @@ def network_state(init: int) -> bytes:
     return b"\0".join(parts)
 
 
+def devices(text: bytes) -> list[str]:
+    """The names of the interfaces in /proc/net/dev."""
+    return [line.split(b":")[0].strip().decode() for line in text.splitlines()[2:]]
+
+
+INTERFACE_FILES = ("flags", "mtu", "address")  # in /sys/class/net/NAME
+
+
 def _interface(init: int, name: str) -> bytes:
     parts = [name.encode()]
-    for attribute in ("flags", "mtu", "address"):
+    for attribute in INTERFACE_FILES:
         try:
             parts.append(read(f"/proc/{init}/root/sys/class/net/{name}/{attribute}").strip())
         except OSError:  # renamed or deleted at this moment: it differs from what it was

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from ...linux import numbers as nr
 from ...linux import proc, sched
 from ...linux._libc import batch, syscall
-from ..look import PROCESS_NAMESPACES, THREAD_NAMESPACES, CommonLook, Look, ThreadLook
+from ..look import NAMESPACES, CommonLook, Look, ThreadLook
 from ..records import Program, Sequence
 
 if TYPE_CHECKING:
@@ -131,7 +131,6 @@ def process_calls(data: int) -> list[tuple[int, ...]]:
 
 
 def process(
-    host: int,
     look: Look,
     common: CommonLook,
     owner: int,
@@ -151,8 +150,6 @@ def process(
     _check_group(look, refuse)
     if look.file("attr/current") != common.file("attr/current"):
         raise refuse("is confined by a security module", "security label")
-    if _more_nodes() and _has_own_policies(host):
-        raise refuse("has memory bound to nodes (mbind)", "mapping")
     login = _unless(common, look, "loginuid", 10)
     if login is not None and login != _UNSET:
         login -= owner
@@ -232,23 +229,30 @@ def thread(look: ThreadLook, common: CommonLook, mine: Asked, refuse: Refuse) ->
 
 
 def check_before_asking(
-    host: int, tids: Items[int], look: Look, namespaces: dict[str, int], refuse: Refuse
+    host: int, tids: Items[int], look: Look, common: CommonLook, refuse: Refuse
 ) -> None:
-    """Refuse what a call of ours would meet inside; `namespaces` are PID 1's, by inode."""
-    for name in PROCESS_NAMESPACES:
-        kind = name.partition("_")[0]
-        if look.namespace(name) != namespaces[kind]:
-            whose = " for its children" if "_" in name else ""
-            raise refuse(f"has a {kind} namespace of its own{whose}", f"{kind} namespace")
+    """Refuse what a call of ours would meet inside; `common` is PID 1's."""
     for tid in tids:
-        for name in THREAD_NAMESPACES if tid != host else ():
+        if look.namespaces(tid) != common.namespaces:
+            differ = zip(NAMESPACES, look.namespaces(tid), common.namespaces, strict=True)
+            name = next(name for name, one, other in differ if one != other)
             kind = name.partition("_")[0]
-            if look.namespace(name, tid) != namespaces[kind]:
-                raise refuse(f"has a thread in a {kind} namespace of its own", f"{kind} namespace")
+            what = f"a {kind} namespace of its own"
+            if tid != host:
+                what = f"a thread in {what}"
+            elif "_" in name:
+                what = f"{what} for its children"
+            raise refuse(f"has {what}", f"{kind} namespace")
         if look.thread(tid).dispatches_calls:
             raise refuse(
                 "dispatches its system calls itself (PR_SET_SYSCALL_USER_DISPATCH)", "thread"
             )
+
+
+def check_policies(host: int, refuse: Refuse) -> None:
+    """Refuse memory with a policy that differs from that of the rest."""
+    if _more_nodes() and _has_own_policies(host):
+        raise refuse("has memory bound to nodes (mbind)", "mapping")
 
 
 def _check_group(look: Look, refuse: Refuse) -> None:

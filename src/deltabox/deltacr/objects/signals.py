@@ -44,13 +44,13 @@ def handled(actions: tuple[bytes, ...]) -> int:
     return sum(1 << i for i, action in enumerate(actions) if handler_of(action)[0] > 1)
 
 
-def first_handler(process: Process, mask: int, pending: tuple[bytes, ...]) -> int | None:
+def first_handler(actions: tuple[bytes, ...], mask: int, pending: tuple[bytes, ...]) -> int | None:
     """sa_flags of the handler that a deliverable pending signal would run, or None."""
-    for info in (*pending, *process.pending):
+    for info in pending:
         number = struct.unpack_from("<i", info)[0]
         if mask >> (number - 1) & 1:
             continue
-        handler, flags = handler_of(process.sigactions[number - 1])
+        handler, flags = handler_of(actions[number - 1])
         if handler > 1:
             return flags
     return None

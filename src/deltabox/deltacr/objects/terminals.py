@@ -134,6 +134,10 @@ class Terminals:
         path = "/dev/tty" if device == (5, 0) else f"/dev/pts/{index}"
         return Description("terminal end", subject.flags, state=End(index, path, hung))
 
+    def any(self, controlling: Iterable[int]) -> bool:
+        """Whether there is a terminal at all; `controlling` are the tty_nr of processes."""
+        return bool(self._masters or self._ends or self._hung) or any(controlling)
+
     def finish(
         self,
         descriptions: list[Description],
