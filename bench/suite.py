@@ -94,7 +94,12 @@ def end_keepers(state: Path) -> str | None:
             except ProcessLookupError:
                 continue
         if wait_for_keepers(state, GONE_WITHIN):
-            return None if number_ == signal.SIGTERM else "its engine had to be killed"
+            if number_ == signal.SIGTERM:
+                return None
+            clean = [sys.executable, "-m", "deltabox", "doctor", "--clean"]
+            environment = os.environ | {"DELTABOX_STATE": str(state)}
+            subprocess.run(clean, env=environment, stdout=subprocess.DEVNULL, timeout=GONE_WITHIN)
+            return "its engine did not end and was killed"
     return "its engine is still there"
 
 
