@@ -33,7 +33,7 @@ def changed_files(
         recorder.attempt(f"{FILES}: floor", partial(_floor, recorder, floor, x), x=x)
         load = Load(None, f"write({x}, {{n}})", f"written({x})")
         point = Point(recorder, FILES, x, rounds, patience)
-        recorder.attempt(FILES, partial(point.run, load), x=x, limit=60 + 3 * patience)
+        recorder.attempt(FILES, partial(point.run, load), x=x, limit=10 + 5 * patience)
 
 
 def _floor(recorder: Recorder, floor: Floor, x: int) -> None:
@@ -58,7 +58,7 @@ def bytes_on_disk(
         setup = f"bulk({x})" if x else None
         load = Load(setup, f"write({CHANGED}, {{n}})", f"written({CHANGED})", f"bulky({x})")
         point = Point(recorder, DISK, x, rounds, patience)
-        recorder.attempt(DISK, partial(point.run, load), x=x, limit=90 + x / 40 + 3 * patience)
+        recorder.attempt(DISK, partial(point.run, load), x=x, limit=10 + x / 30 + 5 * patience)
 
 
 def _constant_floor(recorder: Recorder, floor: Floor) -> None:

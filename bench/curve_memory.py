@@ -39,7 +39,7 @@ def memory(recorder: Recorder, floor: Floor, xs: list[int], rounds: int, patienc
         for suffix, standby in VARIANTS:
             point = Point(recorder, MEMORY, x, rounds, patience, suffix)
             body = partial(_memory, point, standby=standby, repeat=1 if x > 1000 or quick else 3)
-            recorder.attempt(f"{MEMORY}{suffix}", body, x=x, limit=60 + x / 20 + 3 * patience)
+            recorder.attempt(f"{MEMORY}{suffix}", body, x=x, limit=10 + x / 20 + 5 * patience)
 
 
 def _expectations(recorder: Recorder) -> None:
@@ -89,7 +89,7 @@ def _first(point: Point, sandbox: Sandbox) -> None:
     """The first checkpoint, after all that can be done before it has been done."""
     still = max(STILL_MB, int(point.x) // 100)
     before = meminfo("MemAvailable")
-    sandbox.run("true")
+    sandbox.run("true", timeout=10)
     spent, settled = settle(still, limit=point.patience)
     checkpoint, call = timed(sandbox)
     _, after = settle(still, limit=3 * STILL)
@@ -127,7 +127,7 @@ def dirty_pages(
         recorder.attempt(f"{PAGES}: floor", partial(_pages_floor, recorder, floor, x), x=x)
         load = Load(f"grow({_room(x)})", f"dirty({x}, {{n}})", f"dirt({x})", "checksum()")
         point = Point(recorder, PAGES, x, rounds, patience)
-        recorder.attempt(PAGES, partial(point.run, load), x=x, limit=60 + 3 * patience)
+        recorder.attempt(PAGES, partial(point.run, load), x=x, limit=10 + 5 * patience)
 
 
 def _pages_floor(recorder: Recorder, floor: Floor, x: int) -> None:

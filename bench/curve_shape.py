@@ -52,7 +52,7 @@ def processes(
         for suffix, standby in VARIANTS:
             point = Point(recorder, PROCESSES, x, rounds, patience, suffix)
             body = partial(point.run, load, standby=standby)
-            recorder.attempt(f"{PROCESSES}{suffix}", body, x=x, limit=60 + 3 * patience)
+            recorder.attempt(f"{PROCESSES}{suffix}", body, x=x, limit=10 + 5 * patience)
 
 
 def _tree_floor(recorder: Recorder, floor: Floor, x: int) -> None:
@@ -70,7 +70,7 @@ def descriptors(
         recorder.attempt(f"{DESCRIPTORS}: floor", values, x=x)
         point = Point(recorder, DESCRIPTORS, x, rounds, patience)
         body = partial(point.run, Load(f"hold({x})", "turn({n})", "turned()"))
-        recorder.attempt(DESCRIPTORS, body, x=x, limit=60 + 3 * patience)
+        recorder.attempt(DESCRIPTORS, body, x=x, limit=10 + 5 * patience)
 
 
 def _descriptors_floor(recorder: Recorder, floor: Floor, x: int) -> None:
@@ -91,7 +91,7 @@ def sandboxes(
         recorder.attempt(f"{SANDBOXES}: floor", partial(_star, recorder, floor, x), x=x)
         for kind in ("independent", "siblings"):
             body = partial(_beside, recorder, kind, x, rounds, patience)
-            recorder.attempt(f"{SANDBOXES}: {kind}", body, x=x, limit=60 + 2 * x + 3 * patience)
+            recorder.attempt(f"{SANDBOXES}: {kind}", body, x=x, limit=10 + 2 * x + 5 * patience)
             for name in AT_ONCE:
                 _compare(recorder, f"{SANDBOXES}: {kind}, {name}", x)
         alone = recorder.values(f"{SANDBOXES}: independent, {AT_ONCE[0]}", x=1)
@@ -151,7 +151,7 @@ def _round(
         for puppet in puppets:
             puppet.hear()
         for box in boxes:
-            box.run("true")
+            box.run("true", timeout=10)
         time.sleep(IDLE)
 
     change(number)

@@ -37,9 +37,9 @@ KNOBS = {
     "memory": Knob(memory, (10, 30, 100, 300, 1024, 2048, 4096), (10, 256)),  # MB
     "dirty": Knob(dirty_pages, (10, 100, 1000, 10_000, 100_000), (10, 10_000)),
     "files": Knob(changed_files, (0, 5, 50, 500, 5000), (0, 500)),
-    "disk": Knob(bytes_on_disk, (0, 100, 1024, 10_240), (0, 256)),  # MB
+    "disk": Knob(bytes_on_disk, (0, 100, 1024, 10_240), (256,)),  # MB
     "processes": Knob(processes, (1, 2, 4, 8, 16, 32, 64), (2, 8)),
-    "descriptors": Knob(descriptors, (10, 30, 100, 300, 1000), (10, 100)),
+    "descriptors": Knob(descriptors, (10, 30, 100, 300, 1000), (100,)),
     "sandboxes": Knob(sandboxes, (1, 2, 4, 8, 16, 32), (1, 4)),
 }
 
@@ -62,7 +62,7 @@ def chosen(values: tuple[str, ...]) -> dict[str, list[int]]:
 @options
 @click.option("--only", multiple=True, type=click.Choice(list(KNOBS)), help="These curves.")
 @click.option("--x", "xs", multiple=True, help="The points of a curve: NAME=1,10,100.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Of a point; default 30, quick 4.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Of a point; default 30, quick 3.")
 def main(
     *,
     output: Path | None,
@@ -80,7 +80,7 @@ def main(
             if not only or name in only:
                 here = points.get(name) or list(knob.quick if quick else knob.full)
                 patience = 3.0 if quick else 20.0
-                knob.measure(recorder, program, here, rounds or (4 if quick else 30), patience)
+                knob.measure(recorder, program, here, rounds or (3 if quick else 30), patience)
     finish(recorder, output)
 
 

@@ -113,7 +113,7 @@ def _floors(recorder: Recorder, length: int) -> None:
 
 
 def _expectations(recorder: Recorder) -> None:
-    recorder.curve(LINE, title="500 checkpoints in one line", x="checkpoints before", log_x=False)
+    recorder.curve(LINE, title="Checkpoints in one line", x="checkpoints before", log_x=False)
     recorder.curve(DEPTH, title="Rollback from the end of the line", x="checkpoints back")
     for name in ("pause", "call"):
         expected = f"{LINE}: checkpoint {name}"

@@ -92,8 +92,9 @@ class Page:
             points = [[f for f in figures if f.x == x] for figures in lines.values()]
             cells = [_cell(found[0]) if found else "" for found in points]
             below = [number(values[x]) if x in values else "" for values in under.values()]
-            body.append([whole(x), *cells, *below])
-        table = rows([*header, *(f"floor: {label}" for label in under)], body)
+            runs = min(figure.n for found in points for figure in found)
+            body.append([whole(x), *cells, *below, str(runs)])
+        table = rows([*header, *(f"floor: {label}" for label in under), "n"], body)
         return f"![{curve.title}]({picture})\n\n{table}"
 
     def points(self, part: str, *names: str) -> str:

@@ -88,6 +88,8 @@ def _scales(axes: Axes, xs: set[float], lowest: float, *, log_x: bool, log_y: bo
         axes.xaxis.set_minor_locator(NullLocator())
     if log_y and lowest > 0:
         axes.set_yscale("log")
+    elif log_y:
+        axes.set_yscale("symlog", linthresh=1.0)
     axes.xaxis.set_major_formatter(FuncFormatter(number))
     axes.yaxis.set_major_formatter(FuncFormatter(number))
 

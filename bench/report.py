@@ -22,6 +22,7 @@ one slow run of a thousand says nothing about the others.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import platform
@@ -31,14 +32,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import click
 import msgspec
 from rich.console import Console
 from rich.table import Table
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -404,8 +403,20 @@ def finish(recorder: Recorder, output: Path | None) -> None:
         console.print(f"written to {output}")
 
 
-def options(function: F) -> F:
-    """The options every part takes: `output`, `quick`, `budget`."""
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options every part takes: `output`, `quick`, `budget`. SIGTERM ends a part as Ctrl-C
+    does, so that it takes down what it has made.
+    """
+
+    @functools.wraps(function)
+    def part(*arguments: Any, **named: Any) -> Any:
+        signal.signal(signal.SIGTERM, _terminated)
+        return function(*arguments, **named)
+
     for option in (
         click.option(
             "--budget",
@@ -417,5 +428,5 @@ def options(function: F) -> F:
             "--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Write here."
         ),
     ):
-        function = option(function)
-    return function
+        part = option(part)
+    return part

@@ -109,7 +109,7 @@ class Point:
 
 def think(sandbox: Sandbox) -> None:
     """A command ends, and nothing is asked for a while."""
-    sandbox.run("true")
+    sandbox.run("true", timeout=10)
     time.sleep(IDLE)
 
 

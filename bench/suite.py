@@ -47,13 +47,13 @@ class Part:
 
 PARTS = (
     Part("standard", 240, 15),
-    Part("curves", 780, 70),
+    Part("curves", 780, 60),
     Part("line", 270, 15),
-    Part("fanout", 210, 25),
-    Part("rivals", 180, 20),
-    Part("programs", 300, 20),
+    Part("fanout", 210, 22),
+    Part("rivals", 180, 18),
+    Part("programs", 300, 40),
     Part("generations", 30, 5),
-    Part("nat", 60, 8),
+    Part("nat", 60, 5),
 )
 GRACE = 60.0  # seconds beyond that until a part is interrupted, and as many until it is killed
 GONE_WITHIN = 30.0
@@ -94,7 +94,12 @@ def end_keepers(state: Path) -> str | None:
             except ProcessLookupError:
                 continue
         if wait_for_keepers(state, GONE_WITHIN):
-            return None if number_ == signal.SIGTERM else "its engine had to be killed"
+            if number_ == signal.SIGTERM:
+                return None
+            clean = [sys.executable, "-m", "deltabox", "doctor", "--clean"]
+            environment = os.environ | {"DELTABOX_STATE": str(state)}
+            subprocess.run(clean, env=environment, stdout=subprocess.DEVNULL, timeout=GONE_WITHIN)
+            return "its engine did not end and was killed"
     return "its engine is still there"
 
 

@@ -38,9 +38,9 @@ def test_tables_and_curves() -> None:
     assert "| alone | 1.00 x | 1.00 | 1 | 0.25 | ≤ 2 |" in table
     assert "Floors: fork." in table
     assert "![Anonymous memory](figures/curves-memory.svg)" in curve
-    assert "| MB | call, ms | rollback, ms | floor: fork |" in curve
-    assert "| 2,048 | 3.00 (3.00) | 8.05 (9.05) goal ≤ 5 **missed** | 2.55 |" in curve
-    assert "| 10 | 3.00 (3.00) | 6.01 (7.01) | 0.51 |" in curve
+    assert "| MB | call, ms | rollback, ms | floor: fork | n |" in curve
+    assert "| 2,048 | 3.00 (3.00) | 8.05 (9.05) goal ≤ 5 **missed** | 2.55 | 1 |" in curve
+    assert "| 10 | 3.00 (3.00) | 6.01 (7.01) | 0.51 | 1 |" in curve
 
 
 def test_what_was_missed_and_what_failed() -> None:
