@@ -242,7 +242,11 @@ static s64 pull(s64 source, struct iovec *remote, struct iovec *local, u64 count
         u64 done = 0;
 
         for (u64 at = 0; at < count;) {
-                u64 batch = is_file ? 1 : count - at < 1024 ? count - at : 1024; /* IOV_MAX */
+                u64 batch = 0, size = 0;
+
+                /* IOV_MAX, and no call moves more than 2 GiB (MAX_RW_COUNT) */
+                while (at + batch < count && batch < (is_file ? 1 : 1024) && size < 0x40000000)
+                        size += remote[at + batch++].size;
                 s64 got = is_file ? call6(17, source, (s64)local[at].base, local[at].size,
                                           (s64)remote[at].base, 0, 0)
                                   : call6(310, source, (s64)(local + at), batch,

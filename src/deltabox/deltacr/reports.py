@@ -41,7 +41,6 @@ class Reports:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._lock = threading.Lock()
-        self._exits: list[Exit] = []
         self._watchers: dict[int, int] = {}
         self._ended = False
         sock.setblocking(False)
@@ -52,39 +51,60 @@ class Reports:
     def exits(self) -> list[Exit]:
         """Ends reported since the last call; EOFError when PID 1 itself has died."""
         with self._lock:
-            self._collect()
-            found, self._exits = self._exits, []
+            found = []
+            while report := self._next():
+                found.append(Exit(*report))
             if self._ended and not found:
                 raise EOFError("PID 1 of the sandbox has died")
             return found
 
     def collect(self) -> None:
-        """Take in what has come, so that nobody waits to report more."""
+        """Take in the watchers that have come, so that nobody waits to send more."""
         with self._lock:
-            self._collect()
+            self._take_watchers()
 
     def watcher(self, pid: int) -> int:
         """The userfaultfd of a restored process, now the caller's; -1 if there is none."""
         with self._lock:
-            self._collect()
+            self._take_watchers()
             return self._watchers.pop(pid, -1)
 
-    def _collect(self) -> None:
+    def _take_watchers(self) -> None:
+        """They all come before the first end, which is left to whom the socket wakes for it."""
         while not self._ended:
             try:
-                data, control, _, _ = self.sock.recvmsg(_REPORT.size, _CONTROL)
+                data = self.sock.recv(_REPORT.size, socket.MSG_PEEK)
+            except (BlockingIOError, ConnectionResetError):
+                return
+            if not data or _REPORT.unpack(data)[1] != _WATCHER:
+                return
+            self._receive()
+
+    def _next(self) -> tuple[int, int] | None:
+        """The next end that is reported; None when there is none."""
+        while not self._ended:
+            try:
+                report = self._receive()
             except BlockingIOError:
-                return
-            except ConnectionResetError:
-                data, control = b"", []
-            if not data:
-                self._ended = True
-                return
-            pid, status = _REPORT.unpack(data)
-            if status == _WATCHER:
-                self._keep(pid, b"".join(content for _, _, content in control))
-            else:
-                self._exits.append(Exit(pid, status))
+                return None
+            if report is not None:
+                return report
+        return None
+
+    def _receive(self) -> tuple[int, int] | None:
+        """Take one message; None for a watcher, or the end."""
+        try:
+            data, control, _, _ = self.sock.recvmsg(_REPORT.size, _CONTROL)
+        except ConnectionResetError:
+            data, control = b"", []
+        if not data:
+            self._ended = True
+            return None
+        pid, status = _REPORT.unpack(data)
+        if status != _WATCHER:
+            return pid, status
+        self._keep(pid, b"".join(content for _, _, content in control))
+        return None
 
     def _keep(self, pid: int, content: bytes) -> None:
         received = array.array("i")
@@ -96,7 +116,7 @@ class Reports:
 
     def close(self) -> None:
         with self._lock:
-            self._collect()
+            self._take_watchers()
             self._ended = True
             for fd in self._watchers.values():
                 os.close(fd)
