@@ -55,7 +55,11 @@ HARDENED = ["-fPIE", "-pie", "-fstack-protector-strong", "-Wl,-z,relro,-z,now"]
 PROGRAMS: dict[str, tuple[list[str], list[str], list[str]]] = {
     "deltacr/_interpreter": (["deltacr/interpreter.c"], BARE, []),
     "deltacr/_nat": (["deltacr/nat.c"], HARDENED, ["-ldl"]),
-    "linux/_bulk": (["linux/bulk.c", "linux/ask.c", "linux/stop.c"], ["-fPIC", "-shared"], []),
+    "linux/_bulk": (
+        ["linux/bulk.c", "linux/ask.c", "linux/stop.c", "linux/beside.c"],
+        ["-fPIC", "-shared", "-pthread"],
+        [],
+    ),
 }
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
 from ..errors import UnsupportedState
@@ -160,16 +159,13 @@ class Capturing:
         """There will be no checkpoint."""
         self.table.shared.close()
 
-    def gather(self, beside: Executor) -> None:
-        """Ask everything that needs the tree to stand still. Raises UnsupportedState.
-
-        `beside` has a thread for what can be done meanwhile.
-        """
+    def gather(self) -> None:
+        """Ask everything that needs the tree to stand still. Raises UnsupportedState."""
         live, frozen = self.live, self.frozen
         self.inside = proc.inside_pids([live.init, *frozen.threads])
         self.table.inside.update(self.inside)
         stopped = {host: self.inside[host] for host in frozen.threads}
-        with Memories(live, stopped, self.names, self.template, beside) as self._memories:
+        with Memories(live, stopped, self.names, self.template) as self._memories:
             with live.surveying() as survey:
                 self.common = live.common()
                 self._check_world()

@@ -1,21 +1,20 @@
 """Take a checkpoint: freeze, capture, copy, thaw, compile.
 
 Between freeze and thaw only what needs the tree to stand still is done: the capture, the copy of
-the pages into the template, and the caller's `at_instant` (the file system's snapshot), which
-another thread runs beside the capture.  The program is compiled after the tree runs again.
+the pages into the template, and the caller's `at_instant` (the file system's snapshot), which is
+begun first and waited for last.  The program is compiled after the tree runs again.
 Whatever fails, the tree is thawed as it was.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from ..errors import CheckpointError, DeltaBoxError
@@ -49,8 +48,7 @@ def take(
     on_external: str,
     externals: Mapping[str, External],
     attic: Attic,
-    at_instant: Callable[[], T],
-    beside: Executor,
+    at_instant: Callable[[], AbstractContextManager[Callable[[], T]]],
 ) -> tuple[Template, T]:
     """Fill `blank` with the tree's state at one instant; it is the checkpoint's template then.
 
@@ -64,7 +62,7 @@ def take(
         capturing = None
         try:
             put_back = functools.partial(undisturbed, waits=live.waits)
-            with freeze(live, put_back) as frozen, _meanwhile(beside, at_instant) as instant:
+            with freeze(live, put_back) as frozen, at_instant() as instant:
                 capturing = Capturing(
                     live,
                     frozen,
@@ -76,9 +74,9 @@ def take(
                     attic=attic,
                     on_external=on_external,
                 )
-                capturing.gather(beside)
+                capturing.gather()
                 changed = _feed(blank, capturing, reference)
-                result = instant.result()
+                result = instant()
             pause = time.monotonic() - frozen.began
             seen = capturing.finish()
             live.forget_others(frozen.threads)
@@ -113,16 +111,6 @@ def take(
         processes=len(seen.processes),
     )
     return blank, result
-
-
-@contextlib.contextmanager
-def _meanwhile(beside: Executor, do: Callable[[], T]) -> Iterator[Future[T]]:
-    """Done by another thread within the block, which does not end before."""
-    future = beside.submit(do)
-    try:
-        yield future
-    finally:
-        future.exception()
 
 
 def _feed(blank: Template, capturing: Capturing, reference: int) -> int:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
@@ -80,7 +80,6 @@ class Engine:
         if root is None:
             raise HostUnsupported("control groups version 2 are not mounted")
         self.name = f"deltabox-{os.getpid()}"
-        self.beside = ThreadPoolExecutor(32, thread_name_prefix="beside")
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:  # PID 1 opens everything that a tree has open, before it clones it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -121,7 +120,6 @@ class Engine:
         return Tree(self, name, first_uid, memory_limit, pids_limit, network, on_external, io_uring)
 
     def close(self) -> None:
-        self.beside.shutdown()
         self.seed.close()
         end_task(self._task)
         with contextlib.suppress(FileNotFoundError):
@@ -283,7 +281,7 @@ class Tree:
         *,
         externals: Mapping[str, External],
         attic: Attic,
-        at_instant: Callable[[], T],
+        at_instant: Callable[[], AbstractContextManager[Callable[[], T]]],
     ) -> tuple[Template, T]:
         """Capture a tree into a fresh template; see `checkpoint.take`."""
         if not live.network.carried:
@@ -309,7 +307,6 @@ class Tree:
                     externals=externals,
                     attic=attic,
                     at_instant=at_instant,
-                    beside=self.engine.beside,
                 )
             except BaseException:
                 blank.close()

@@ -2,20 +2,17 @@
 
 What is mapped, which pages there are, which may have been written, and whether names still lead to
 the files: all of that is asked from outside and needs no tracer, so another thread does it while
-the tracer asks registers and injects calls.  The interpreter lock is free during both, because
-nearly all of it are long calls into C.
+the tracer asks registers and injects calls.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import UnsupportedState
-from ..linux import bulk, proc, userfaultfd
+from ..linux import beside, bulk, proc, userfaultfd
 from ..linux.ask import Answers
 from ..linux.bulk import Regions
 from . import memory
@@ -39,20 +36,16 @@ class Memory:
 
 
 class Memories:
-    """Begins to look at once; the answers are waited for. Used by one capture.
+    """Begins to look at once, and is asked later. Used by one capture.
 
     What is known of a process is taken to be true still when it is asked for its pages, and looked
-    at again afterwards, so that one call into C is enough for all processes.
+    at again afterwards, so that one call into C is enough for all processes; another thread makes
+    it (linux/beside.c).
     """
 
     def __init__(
-        self,
-        live: Live,
-        inside: Mapping[int, int],
-        names: Names,
-        template: Template,
-        beside: Executor,
-    ):
+        self, live: Live, inside: Mapping[int, int], names: Names, template: Template
+    ) -> None:
         """`inside` are the pids by host pid of those to look at; `template` will be fed."""
         self._live = live
         self._template = template
@@ -60,15 +53,20 @@ class Memories:
         self._pids = dict(inside)
         self._spaces = {host: live.space(host, pid) for host, pid in inside.items()}
         self._assumed = {h: s.known for h, s in self._spaces.items() if s.known is not None}
-        self._maps: dict[int, Future[Known]] = {host: Future() for host in inside}
-        self._memories: dict[int, Future[Memory]] = {host: Future() for host in inside}
-        self._job = beside.submit(self._run)
+        self._maps: dict[int, Known] = {}
+        self._memories: dict[int, Memory] = {}
+        self._ready = {h: s for h, s in self._spaces.items() if s.ready}
+        self._look_of_all: bulk.Memories | None = None
+        if self._ready:
+            wanted = [space.wanted(names) for space in self._ready.values()]
+            self._look_of_all = bulk.Memories(wanted)
+            self._job = beside.memories(*self._look_of_all.arguments, keep=self._look_of_all)
 
     def __enter__(self) -> Memories:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._job.exception()  # wait: nobody may look at a process that runs again
+        self._collect()  # nobody may look at a process that runs again
 
     def space(self, host: int) -> Space:
         return self._spaces[host]
@@ -79,46 +77,40 @@ class Memories:
 
     def map(self, host: int) -> Known:
         """What is known of the map, true now."""
-        return self._maps[host].result()
+        self._collect()
+        if host not in self._maps:
+            self._maps[host] = self._spaces[host].map(refusing(host, self._pids[host]))
+        return self._maps[host]
 
     def of(self, host: int) -> Memory:
-        return self._memories[host].result()
+        self._collect()
+        if host not in self._memories:
+            self._memories[host] = self._look(host, self._spaces[host])
+        return self._memories[host]
 
-    def _run(self) -> None:
-        try:
-            self._ask()
-        except BaseException as error:
-            futures: list[Future[Any]] = [*self._maps.values(), *self._memories.values()]
-            for future in futures:
-                if not future.done():
-                    future.set_exception(error)
-
-    def _ask(self) -> None:
-        ready = {h: s for h, s in self._spaces.items() if s.ready}
-        wanted = [space.wanted(self._names) for space in ready.values()]
-        found_all = bulk.memories(wanted) if wanted else []
-        for space, seen in zip(ready.values(), found_all, strict=True):
+    def _collect(self) -> None:
+        """Take what the look of all has brought, once."""
+        if self._look_of_all is None:
+            return
+        look, self._look_of_all = self._look_of_all, None
+        self._job.wait()
+        found_all = look.seen()
+        for space, seen in zip(self._ready.values(), found_all, strict=True):
             space.note(seen.written)  # of all, before anything can fail: asking forgets it
-        for host, seen in zip(ready, found_all, strict=True):
+        for (host, space), seen in zip(self._ready.items(), found_all, strict=True):
             if seen.error:
                 raise OSError(seen.error, os.strerror(seen.error))
-            space = ready[host]
-            known, old = space.map(refusing(host, self._pids[host]), seen.text), space.known
-            self._maps[host].set_result(known)
+            old = space.known
+            known = self._maps[host] = space.map(refusing(host, self._pids[host]), seen.text)
             if seen.present is None or seen.names is None or seen.present.unwatched:
                 continue
             if known is old and known.names is not None:
                 answers = self._names.learn(known.paths, *seen.names)
                 found = same_mappings(space, known, seen.present, answers, self._names)
-                self._memories[host].set_result(Memory(known, seen.present, answers, found))
-        for host, space in self._spaces.items():
-            if not self._maps[host].done():
-                self._maps[host].set_result(space.map(refusing(host, self._pids[host])))
-            if not self._memories[host].done():
-                self._memories[host].set_result(self._look(host, space))
+                self._memories[host] = Memory(known, seen.present, answers, found)
 
     def _look(self, host: int, space: Space) -> Memory:
-        known = self._maps[host].result()
+        known = self.map(host)
         present = space.present(known.bare)
         names = self._names.look(known.paths)
         found = same_mappings(space, known, present, names, self._names)

@@ -30,7 +30,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
@@ -38,7 +38,7 @@ from typing import Final
 from deltabox.deltafs.attic import Attic, Key, lay_out
 from deltabox.deltafs.layers import Layer, Snapshot
 from deltabox.errors import DeltaBoxError, HostUnsupported, NoSpace
-from deltabox.linux import btrfs, loop, mount
+from deltabox.linux import beside, btrfs, loop, mount
 
 log = logging.getLogger(__name__)
 
@@ -196,20 +196,44 @@ class Image:
 
         For an exact instant nothing may write meanwhile: freeze the programs first.
         """
+        with self.snapshotting(layer) as finish:
+            return finish()
+
+    @contextmanager
+    def snapshotting(self, layer: Layer) -> Iterator[Callable[[], Snapshot]]:
+        """The same while something else is done: what is yielded waits for it.
+
+        Without that call there is no snapshot in the end.
+        """
         number = self._next()
-        with layer.lock, self._space("checkpoint"):
-            _snapshot(self._layers, layer.number, self._snapshots, number, read_only=True)
-            try:
+        with layer.lock, self._space("checkpoint"), ExitStack() as undo:
+            source = _subvolume(self._layers, layer.number)
+            undo.callback(os.close, source)
+            job = btrfs.begin_snapshot(self._snapshots, str(number), source)
+            made = undo.enter_context(ExitStack())
+            made.callback(self._abandon, job, number)
+
+            def finish() -> Snapshot:
+                job.wait()
                 fd = _subvolume(self._snapshots, number)
                 try:
                     generation = btrfs.generation(fd)
                 finally:
                     os.close(fd)
-            except BaseException:
-                btrfs.destroy_subvolume(self._snapshots, str(number))
-                raise
-            layer.head = Snapshot(self, number, layer.head, generation)
-            return layer.head
+                made.pop_all()
+                layer.head = Snapshot(self, number, layer.head, generation)
+                return layer.head
+
+            yield finish
+
+    def _abandon(self, job: beside.Job, number: int) -> None:
+        """Take back a snapshot that nobody waited for."""
+        try:
+            job.wait()
+        except OSError as error:
+            log.debug("no snapshot was made: %s", error)
+        else:
+            btrfs.destroy_subvolume(self._snapshots, str(number))
 
     def attic(self, layer: Layer, owner: int) -> Attic:
         """Where the next snapshot of a layer keeps files that have no name (see attic.py)."""

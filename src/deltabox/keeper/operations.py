@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,17 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget) -> Node:
         snapshots: list[Snapshot] = []
         attic = tree.image.attic(box.layer, tree.owner)
 
-        def at_instant() -> Saved:
+        @contextmanager
+        def at_instant() -> Iterator[Callable[[], Saved]]:
             with box.changed:
                 saved = box.save()
-                snapshots.append(tree.image.snapshot(box.layer))
-                return saved
+            with tree.image.snapshotting(box.layer) as finish:
+
+                def done() -> Saved:
+                    snapshots.append(finish())
+                    return saved
+
+                yield done
 
         template = None
         try:

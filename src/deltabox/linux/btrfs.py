@@ -16,6 +16,8 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
+from . import beside
+
 _NAME_V1: Final = 4087
 _NAME_V2: Final = 4039
 
@@ -69,12 +71,20 @@ def create_subvolume(parent: int, name: str) -> None:
 
 def snapshot(parent: int, name: str, source: int, *, read_only: bool) -> None:
     """A snapshot of the subvolume `source` as `name` in the directory `parent`."""
-    flags = SUBVOL_RDONLY if read_only else 0
+    fcntl.ioctl(parent, SNAP_CREATE_V2, bytearray(_snapshot_args(name, source, read_only)))
+
+
+def begin_snapshot(parent: int, name: str, source: int) -> beside.Job:
+    """The same, read-only, by another thread; both descriptors must stay open until it is done."""
+    return beside.ioctl(parent, SNAP_CREATE_V2, _snapshot_args(name, source, True))
+
+
+def _snapshot_args(name: str, source: int, read_only: bool) -> bytes:
     encoded = name.encode()
     if len(encoded) > _NAME_V2:
         raise ValueError(f"name of {len(encoded)} bytes is too long for btrfs")
-    arguments = struct.pack("=qQQ4Q4040s", source, 0, flags, 0, 0, 0, 0, encoded)
-    fcntl.ioctl(parent, SNAP_CREATE_V2, bytearray(arguments))
+    flags = SUBVOL_RDONLY if read_only else 0
+    return struct.pack("=qQQ4Q4040s", source, 0, flags, 0, 0, 0, 0, encoded)
 
 
 def destroy_subvolume(parent: int, name: str) -> None:

@@ -241,74 +241,103 @@ class Seen:
     error: int  # errno of asking for writes, which has forgotten nothing then; or 0
 
 
-def memories(wanted: Sequence[Wanted]) -> list[Seen]:
-    """Look at the memory of several processes in one call."""
-    lists = [ctypes.create_string_buffer(max(1, ANSWER_SIZE * w.name_count)) for w in wanted]
-    packed = b"".join(
-        _MEMORY.pack(
-            w.pid,
-            w.root,
-            w.flags,
-            w.names,
-            w.name_count,
-            ctypes.addressof(answers),
-            w.areas.address,
-            w.watched.address,
-            w.areas.count,
-            w.watched.count,
-            guards(),
-            *(0,) * 10,
-        )
-        for w, answers in zip(wanted, lists, strict=True)
-    )
-    jobs = ctypes.create_string_buffer(packed, len(packed))
-    _c.bulk_memories(jobs, ctypes.c_long(len(wanted)), _rooms.bytes, ctypes.c_uint64(_rooms.size))
-    out = memoryview(_rooms.bytes)
-    found = []
-    full = False
-    for one, answers, w in zip(_MEMORY.iter_unpack(jobs.raw), lists, wanted, strict=True):
-        text_at, names_at, present_at, written_at = one[11:15]
-        text, names, present_count, written_count, area, at = one[15:]
-        full = full or -errno.E2BIG in (text, names, present_count)
-        changed = _regions(out, written_at, max(0, written_count))
-        if written_count >= 0 and area < w.watched.count:
-            full = True
-            pagemap = os.open(f"/proc/{w.pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                more = _scan(_c.bulk_written, pagemap, w.watched, begin=(area, at))
-            finally:
-                os.close(pagemap)
-            changed = union([changed, more])
-        found.append(
-            Seen(
-                None if text < 0 else out[text_at : text_at + text].tobytes(),
-                None if names < 0 else (out[names_at : names_at + names].tobytes(), answers.raw),
-                None if present_count < 0 else _regions(out, present_at, present_count),
-                changed,
-                max(0, -written_count),
+class Memories:
+    """One look at the memory of several processes, packed for `bulk_memories()` in ask.c."""
+
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
+        self._wanted = wanted
+        self._lists = [
+            ctypes.create_string_buffer(max(1, ANSWER_SIZE * w.name_count)) for w in wanted
+        ]
+        packed = b"".join(
+            _MEMORY.pack(
+                w.pid,
+                w.root,
+                w.flags,
+                w.names,
+                w.name_count,
+                ctypes.addressof(answers),
+                w.areas.address,
+                w.watched.address,
+                w.areas.count,
+                w.watched.count,
+                guards(),
+                *(0,) * 10,
             )
+            for w, answers in zip(wanted, self._lists, strict=True)
         )
-    if full:
-        _rooms.grow()
-    return found
+        self._jobs = ctypes.create_string_buffer(packed, len(packed))
+        self._room = _rooms.take()
+
+    @property
+    def arguments(self) -> tuple[int, int, int, int]:
+        """What `bulk_memories` takes."""
+        room = self._room
+        return ctypes.addressof(self._jobs), len(self._wanted), ctypes.addressof(room), len(room)
+
+    def seen(self) -> list[Seen]:
+        """When it has been done: what there was. To be called once."""
+        out = memoryview(self._room)
+        found = []
+        full = False
+        answers = _MEMORY.iter_unpack(self._jobs.raw)
+        for one, names_packed, w in zip(answers, self._lists, self._wanted, strict=True):
+            text_at, names_at, present_at, written_at = one[11:15]
+            text, names, present_count, written_count, area, at = one[15:]
+            full = full or -errno.E2BIG in (text, names, present_count)
+            changed = _regions(out, written_at, max(0, written_count))
+            if written_count >= 0 and area < w.watched.count:
+                full = True
+                pagemap = os.open(f"/proc/{w.pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    more = _scan(_c.bulk_written, pagemap, w.watched, begin=(area, at))
+                finally:
+                    os.close(pagemap)
+                changed = union([changed, more])
+            said = None
+            if names >= 0:
+                said = out[names_at : names_at + names].tobytes(), names_packed.raw
+            found.append(
+                Seen(
+                    None if text < 0 else out[text_at : text_at + text].tobytes(),
+                    said,
+                    None if present_count < 0 else _regions(out, present_at, present_count),
+                    changed,
+                    max(0, -written_count),
+                )
+            )
+        out.release()
+        _rooms.give(self._room, grow=full)
+        return found
 
 
-def _regions(out: memoryview, at: int, count: int) -> Regions:
+def _regions(out: memoryview[int], at: int, count: int) -> Regions:
     packed = array("Q")
     packed.frombytes(out[at : at + 24 * count])
     return Regions(packed)
 
 
-class _Rooms(threading.local):
-    """Room for answers, one for each thread; it grows to what was needed once."""
+class _Rooms:
+    """Buffers for answers, used again and again; they grow to what was needed once."""
 
     def __init__(self) -> None:
-        self.size = 1 << 20
-        self.bytes = ctypes.create_string_buffer(self.size)
+        self._lock = threading.Lock()
+        self._size = 1 << 20
+        self._free: list[ctypes.Array[ctypes.c_char]] = []
 
-    def grow(self) -> None:
-        self.size *= 4
-        self.bytes = ctypes.create_string_buffer(self.size)
+    def take(self) -> ctypes.Array[ctypes.c_char]:
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return ctypes.create_string_buffer(self._size)
+
+    def give(self, room: ctypes.Array[ctypes.c_char], *, grow: bool) -> None:
+        with self._lock:
+            if grow:
+                self._size = max(self._size, 4 * len(room))
+                self._free.clear()
+            elif len(room) == self._size:
+                self._free.append(room)
 
 
 _rooms = _Rooms()

@@ -1,0 +1,55 @@
+"""Long calls that another thread makes meanwhile: the face of beside.c."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from enum import IntEnum
+
+from .bulk import library
+
+library.beside_begin.restype = ctypes.c_long
+
+
+class _Kind(IntEnum):
+    IOCTL = 0
+    MEMORIES = 1
+
+
+class _Job(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_uint64),
+        ("arguments", ctypes.c_uint64 * 4),
+        ("result", ctypes.c_int64),
+        ("done", ctypes.c_uint64),
+        ("next", ctypes.c_void_p),
+    ]
+
+
+class Job:
+    """A call that has begun. It must be waited for, whatever happens: it uses our memory."""
+
+    def __init__(self, kind: _Kind, arguments: tuple[int, ...], keep: object) -> None:
+        self._job = _Job(kind, (ctypes.c_uint64 * 4)(*arguments))
+        self._keep = keep
+        bad = library.beside_begin(ctypes.byref(self._job))
+        if bad:
+            raise OSError(-bad, os.strerror(-bad))
+
+    def wait(self) -> None:
+        """Wait for its end; raises the OSError that it met. May be called again."""
+        if not self._job.done:
+            library.beside_wait(ctypes.byref(self._job))
+        if self._job.result < 0:
+            raise OSError(-self._job.result, os.strerror(-self._job.result))
+
+
+def ioctl(fd: int, request: int, argument: bytes) -> Job:
+    """Begin ioctl(2) with a copy of `argument`; `fd` must stay open until it is done."""
+    buffer = ctypes.create_string_buffer(argument, len(argument))
+    return Job(_Kind.IOCTL, (fd, request, ctypes.addressof(buffer), 0), buffer)
+
+
+def memories(jobs: int, count: int, room: int, size: int, keep: object) -> Job:
+    """Begin bulk_memories() in ask.c with these addresses and sizes."""
+    return Job(_Kind.MEMORIES, (jobs, count, room, size), keep)
