@@ -18,14 +18,14 @@ from collections import deque
 from collections.abc import Iterable
 
 from ..errors import UnsupportedState
-from ..linux import bulk, userfaultfd
+from ..linux import bulk, stop, userfaultfd
 from ..linux.bulk import Regions
 from . import memory
 from .checkpoint import undisturbed
 from .freeze import Frozen, freeze
 from .inject import Injection
 from .live import Live
-from .look import CommonLook, Look
+from .look import CommonLook, Look, questions
 from .memories import refusing, same_mappings
 from .model import PAGE, Mapping, Process
 from .names import Names
@@ -55,8 +55,7 @@ def work(live: Live, *, owner: int, base: int, born: float, reference: int) -> N
     with live.ahead.step() as may:
         if not may:
             return
-        live.common()
-        live.world_now()
+        _warm(live)
         spaces = {pid: live.space(host, pid) for pid, host in live.hosts().items()}
         if not all(space.watched for space in spaces.values()):
             _watch(live, spaces)
@@ -69,6 +68,19 @@ def work(live: Live, *, owner: int, base: int, born: float, reference: int) -> N
                 return
             found[pid], present[pid] = _look(live, space, pid, names)
     _copy(live, spaces, found, present, reference)
+
+
+def _warm(live: Live) -> None:
+    """Ask what does not change, and have the kernel make its entries of /proc for new processes."""
+    live.common()
+    live.prepare_survey()
+    with live.world_now() as world:
+        world()
+    threads: dict[int, list[int]] = {}
+    for pid, tid in stop.tasks(live.group):
+        threads.setdefault(pid, []).append(tid)
+    for pid, tids in threads.items():
+        questions(len(tids)).ask([pid, *(tid for tid in tids if tid != pid)][: len(tids)])
 
 
 def _watch(live: Live, spaces: dict[int, Space]) -> None:

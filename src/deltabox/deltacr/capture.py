@@ -12,10 +12,12 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
 from ..linux import pidfd, proc, userfaultfd
+from ..linux.ask import Kind, Questions
 from ..linux.ptrace import Registers
 from . import memory
 from .descriptors import DescriptorTable
@@ -162,19 +164,22 @@ class Capturing:
     def gather(self) -> None:
         """Ask everything that needs the tree to stand still. Raises UnsupportedState."""
         live, frozen = self.live, self.frozen
-        self.inside = proc.inside_pids([live.init, *frozen.threads])
+        self.inside = _inside([live.init, *frozen.threads])
         self.table.inside.update(self.inside)
         stopped = {host: self.inside[host] for host in frozen.threads}
-        with Memories(live, stopped, self.names, self.template) as self._memories:
-            with live.surveying() as survey:
-                self.common = live.common()
-                self._check_world()
-                self.survey = survey()
-            self._check_survey()
+        with (
+            live.surveying() as survey,
+            Memories(live, stopped, self.names, self.template) as self._memories,
+            live.world_now() as world,
+        ):
+            self.common = live.common()
             try:
                 self._gather_all()
             finally:
                 self.table.close()
+            self._check_world(*world())
+            self.survey = survey()
+        self._check_survey()
 
     def _gather_all(self) -> None:
         try:
@@ -218,8 +223,7 @@ class Capturing:
 
     # -- the world the tree lives in --------------------------------------------------------
 
-    def _check_world(self) -> None:
-        mounts, network = self.live.world_now()
+    def _check_world(self, mounts: int, network: bytes) -> None:
         if mounts != self.live.world.mounts:
             raise UnsupportedState(
                 "file systems were mounted or unmounted inside the sandbox; "
@@ -578,6 +582,25 @@ class Capturing:
             raise UnsupportedState(
                 f"the ended process {comm} had an {refused}", process=comm, object="credentials"
             ) from None
+
+
+@lru_cache(maxsize=1024)
+def _statuses(count: int) -> Questions:
+    ask = Questions()
+    for who in range(count):
+        ask.add(str(who), Kind.READ, "/proc/%2$d/status", who=who)
+    return ask
+
+
+def _inside(hosts: list[int]) -> dict[int, int]:
+    """Host pid -> pid inside, for those that still exist."""
+    answers = _statuses(len(hosts)).ask(hosts)
+    found = {}
+    for host, name in zip(hosts, answers.names, strict=True):
+        status = answers.get(name)
+        if status is not None:
+            found[host] = int(proc.Status(status)["NSpid"].split()[-1])
+    return found
 
 
 def _rseq_abort(memory: int, area: int, rip: int) -> int:

@@ -25,9 +25,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from ..errors import CheckpointError
 from ..linux import proc, ptrace, stop
+from ..linux.ask import Answers, Kind, Questions
 from .live import Live
 from .peer import insist
 from .records import CODE, CONTROL, FRAMES
@@ -105,13 +107,7 @@ def _give_up(frozen: Frozen, put_back: Callable[[Frozen], None]) -> None:
 def _stop_all(live: Live, frozen: Frozen) -> None:
     known: set[int] = set()
     while True:
-        fresh: dict[int, int] = {}
-        for pid in live.host_pids():
-            try:
-                tids = proc.threads(pid)
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it has just ended
-            fresh.update((tid, pid) for tid in tids if tid not in known)
+        fresh = {tid: pid for pid, tid in _tasks(live) if tid not in known}
         if not fresh:
             _check_settled(live, frozen)
             return
@@ -154,14 +150,32 @@ def _await(frozen: Frozen, waiting: dict[int, int]) -> None:
 def _await_vforks(live: Live) -> None:
     """Wait for a moment when no thread is in vfork; where there is none, go on without."""
     until = time.monotonic() + _VFORK_LIMIT
-    while time.monotonic() < until and any(_in_vfork(tid) for tid in _tids(live)):
+    while True:
+        tids = [tid for _, tid in _tasks(live)]
+        answers = _stats(len(tids)).ask(tids)
+        waiting = [t for t, name in zip(tids, answers.names, strict=True) if _waits(answers, name)]
+        if time.monotonic() > until or not any(_in_vfork(tid) for tid in waiting):
+            return
         time.sleep(0.001)
 
 
-def _tids(live: Live) -> Iterator[int]:
-    for pid in live.host_pids():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            yield from proc.threads(pid)
+def _waits(answers: Answers, name: str) -> bool:
+    """Whether a stat shows somebody who waits and cannot be woken, as in vfork."""
+    stat = answers.get(name)
+    return stat is not None and stat.startswith(b"D", stat.rindex(b")") + 2)
+
+
+@lru_cache(maxsize=1024)
+def _stats(count: int) -> Questions:
+    ask = Questions()
+    for who in range(count):
+        ask.add(str(who), Kind.READ, "/proc/%2$d/stat", who=who)
+    return ask
+
+
+def _tasks(live: Live) -> list[tuple[int, int]]:
+    """(pid, tid) on the host of all threads but PID 1's."""
+    return [(pid, tid) for pid, tid in stop.tasks(live.group) if pid != live.init]
 
 
 def _in_vfork(tid: int) -> bool:

@@ -106,6 +106,8 @@ class Live:
         self.ahead = Ahead()
         self._world_seen: tuple[Questions, Answers, tuple[int, bytes]] | None = None
         self._common: CommonLook | None = None
+        self._surveying: _Surveying | None = None
+        self._survey: Loaded | None = None  # its next program
         self.handed: dict[str, int] = {}  # descriptors taken out of a restored PID 1
         self.on_end: Callable[[], None] = lambda: None
         # guesses at the path of a file by its handle (kind, bytes) and inode number; whoever owns
@@ -119,15 +121,31 @@ class Live:
         self.root = os.open(f"/proc/{self.init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self.world = world or WorldState(mount_count(self.init), network_state(self.init))
 
-    def world_now(self) -> tuple[int, bytes]:
-        """(the number of mounts, the state of the network), worked out only if it looks changed.
+    @contextlib.contextmanager
+    def world_now(self) -> Iterator[Callable[[], tuple[int, bytes]]]:
+        """(the number of mounts, the state of the network), asked for meanwhile.
 
-        Counters of interfaces make it look so as well.
+        It is worked out only if it looks changed; counters of interfaces make it look so as well.
         """
-        if self._world_seen is not None:
-            questions, answers, now = self._world_seen
-            if questions.ask([self.init]).same(answers):
-                return now
+        seen = self._world_seen
+        asked = seen[0].begin([self.init]) if seen is not None else None
+        done: Answers | None = None
+
+        def finish() -> tuple[int, bytes]:
+            nonlocal done
+            if asked is not None and seen is not None:
+                done = asked()
+                if done.same(seen[1]):
+                    return seen[2]
+            return self._look_at_world()
+
+        try:
+            yield finish
+        finally:
+            if asked is not None and done is None:
+                asked()
+
+    def _look_at_world(self) -> tuple[int, bytes]:
         interfaces = devices(read(f"/proc/{self.init}/net/dev")) if self.world.network else []
         questions = _world_questions(tuple(interfaces), bool(self.world.network))
         answers = questions.ask([self.init])
@@ -328,24 +346,28 @@ class Live:
     @contextlib.contextmanager
     def surveying(self) -> Iterator[Callable[[], Survey]]:
         """PID 1 looks while something else is done; what is yielded waits for its answer."""
-        answered = False
-        with self.lock, self.peer.lock:
-            run = self.peer.send(_SURVEY, self.slot + REQUEST_SLOT, {})
-
-            def answer() -> Survey:
-                nonlocal answered
-                answered = True
-                self.peer.answer(run)
-                return _surveyed(run)
-
+        with self.lock:
+            self._surveying = surveying = _Surveying(self)
             try:
-                yield answer
+                yield surveying.answer
             finally:
-                if not answered:
-                    self.peer.answer(run)
+                self._surveying = None
+                surveying.end()
+
+    def prepare_survey(self) -> None:
+        """Load the next survey's program ahead of need."""
+        with self.lock:
+            if self._survey is None and not self._ended:
+                self._survey = Loaded(_SURVEY, self.slot + REQUEST_SLOT)
+
+    def take_survey(self) -> Loaded:
+        loaded, self._survey = self._survey, None
+        return loaded or Loaded(_SURVEY, self.slot + REQUEST_SLOT)
 
     def peer_pids(self, sockets: Sequence[int]) -> list[int]:
         """Whom SO_PEERCRED of each socket names, as a pid inside, also when it has ended."""
+        if self._surveying is not None:
+            self._surveying.answer()  # one thing after the other
         found: list[int] = []
         for first in range(0, len(sockets), _AT_ONCE):
             some = sockets[first : first + _AT_ONCE]
@@ -460,6 +482,10 @@ class Live:
             with self.ahead.excluded():  # what it uses is closed from here on
                 self.forget_others(())
             self.peer.close()
+            with self.lock:
+                if self._survey is not None:
+                    self._survey.close()
+                    self._survey = None
             if self.loaded is not None:
                 self.loaded.close()
                 self.loaded = None
@@ -471,6 +497,39 @@ class Live:
             if not cgroup.wait_event(self.group, b"populated 0", 10.0):
                 raise PeerGone(f"{self.group.name} still has members")
             self.on_end()
+
+
+class _Surveying:
+    """A survey in progress; nothing else can be asked of PID 1 before it has answered."""
+
+    def __init__(self, live: Live) -> None:
+        self._peer = live.peer
+        self._survey: Survey | None = None
+        self._peer.lock.acquire()
+        self._waits = True
+        try:
+            self._run = self._peer.start(live.take_survey(), {})
+        except BaseException:
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        self._waits = False
+        self._peer.lock.release()
+
+    def answer(self) -> Survey:
+        self.end()
+        if self._survey is None:
+            self._survey = _surveyed(self._run)
+        return self._survey
+
+    def end(self) -> None:
+        """Wait for the answer, whether anybody wants it or not."""
+        if self._waits:
+            try:
+                self._peer.answer(self._run)
+            finally:
+                self._release()
 
 
 _AT_ONCE = 200  # descriptors in one request

@@ -214,7 +214,7 @@ class Image:
             made.callback(self._abandon, job, number)
 
             def finish() -> Snapshot:
-                job.wait()
+                job.check()
                 fd = _subvolume(self._snapshots, number)
                 try:
                     generation = btrfs.generation(fd)
@@ -229,7 +229,7 @@ class Image:
     def _abandon(self, job: beside.Job, number: int) -> None:
         """Take back a snapshot that nobody waited for."""
         try:
-            job.wait()
+            job.check()
         except OSError as error:
             log.debug("no snapshot was made: %s", error)
         else:

@@ -12,10 +12,11 @@ import os
 import struct
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from . import beside
 from .bulk import library
 
 _ask = library.bulk_ask
@@ -23,6 +24,7 @@ _ask.restype = ctypes.c_long
 _QUESTION = struct.Struct("=IiQQ")
 _ANSWER = struct.Struct("=qQ")
 _DESCRIPTOR = struct.Struct("=Iii4x7Q")
+_ROOM = 1 << 18
 _STAT = struct.Struct("=7Q")
 
 
@@ -146,6 +148,29 @@ class Questions:
         """What C has answered elsewhere: the bytes, and the struct answer of each question."""
         return Answers(self.names, raw, list(_ANSWER.iter_unpack(packed)))
 
+    def begin(self, ids: Sequence[int]) -> Callable[[], Answers]:
+        """Have another thread ask; what is returned waits for it. It must be called."""
+        about = array("i", ids)
+        answers = ctypes.create_string_buffer(_ANSWER.size * len(self.names) or 1)
+        room = ctypes.create_string_buffer(_ROOM)
+        job = beside.ask(
+            self.address,
+            len(self.names),
+            about.buffer_info()[0],
+            ctypes.addressof(room),
+            _ROOM,
+            ctypes.addressof(answers),
+            keep=(self, about, room, answers),
+        )
+
+        def finish() -> Answers:
+            got = job.wait()
+            if got == -errno.E2BIG:
+                return self.ask(ids)
+            return self.answers(memoryview(room)[:got].tobytes(), answers.raw)
+
+        return finish
+
     def ask(self, ids: Sequence[int]) -> Answers:
         """Ask all of them of these."""
         about = array("i", ids)
@@ -177,6 +202,11 @@ class Answers:
         self._names = names
         self._raw = raw
         self._answers = answers
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of the questions, in their order."""
+        return self._names
 
     def __getitem__(self, name: str) -> bytes:
         """The answer; raises the OSError that the question met."""

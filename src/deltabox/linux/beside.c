@@ -12,6 +12,8 @@
 #include <signal.h>
 #include <stdint.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 typedef uint64_t u64;
@@ -20,10 +22,12 @@ typedef int64_t s64;
 struct memory;
 void bulk_memories(struct memory *, long, char *, u64);
 
-enum { IOCTL, MEMORIES };
+long bulk_ask(const void *, long, const void *, char *, u64, void *);
+
+enum { IOCTL, MEMORIES, ASK };
 
 struct job {                    /* beside.py has the same */
-	u64 kind, arguments[4];
+	u64 kind, arguments[6];
 	s64 result;             /* of ioctl: 0 or -errno */
 	u64 done;
 	struct job *next;
@@ -42,6 +46,9 @@ static void perform(struct job *job)
 
 	if (job->kind == IOCTL)
 		job->result = ioctl((int)a[0], a[1], (void *)a[2]) < 0 ? -errno : 0;
+	else if (job->kind == ASK)
+		job->result = bulk_ask((void *)a[0], a[1], (void *)a[2], (char *)a[3], a[4],
+				       (void *)a[5]);
 	else
 		bulk_memories((struct memory *)a[0], a[1], (char *)a[2], a[3]);
 }
@@ -49,6 +56,8 @@ static void perform(struct job *job)
 static void *serve(void *unused)
 {
 	(void)unused;
+	/* who asked, and whom it waits for, come first where processors are few */
+	setpriority(PRIO_PROCESS, syscall(SYS_gettid), 10);
 	pthread_mutex_lock(&lock);
 	for (;;) {
 		while (!first) {

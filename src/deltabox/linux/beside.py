@@ -14,12 +14,13 @@ library.beside_begin.restype = ctypes.c_long
 class _Kind(IntEnum):
     IOCTL = 0
     MEMORIES = 1
+    ASK = 2
 
 
 class _Job(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_uint64),
-        ("arguments", ctypes.c_uint64 * 4),
+        ("arguments", ctypes.c_uint64 * 6),
         ("result", ctypes.c_int64),
         ("done", ctypes.c_uint64),
         ("next", ctypes.c_void_p),
@@ -30,18 +31,23 @@ class Job:
     """A call that has begun. It must be waited for, whatever happens: it uses our memory."""
 
     def __init__(self, kind: _Kind, arguments: tuple[int, ...], keep: object) -> None:
-        self._job = _Job(kind, (ctypes.c_uint64 * 4)(*arguments))
+        self._job = _Job(kind, (ctypes.c_uint64 * 6)(*arguments))
         self._keep = keep
         bad = library.beside_begin(ctypes.byref(self._job))
         if bad:
             raise OSError(-bad, os.strerror(-bad))
 
-    def wait(self) -> None:
-        """Wait for its end; raises the OSError that it met. May be called again."""
+    def wait(self) -> int:
+        """Wait for its end; its result, below zero an errno. May be called again."""
         if not self._job.done:
             library.beside_wait(ctypes.byref(self._job))
-        if self._job.result < 0:
-            raise OSError(-self._job.result, os.strerror(-self._job.result))
+        return int(self._job.result)
+
+    def check(self) -> None:
+        """Wait for its end; raises the OSError that it met."""
+        result = self.wait()
+        if result < 0:
+            raise OSError(-result, os.strerror(-result))
 
 
 def ioctl(fd: int, request: int, argument: bytes) -> Job:
@@ -53,3 +59,10 @@ def ioctl(fd: int, request: int, argument: bytes) -> Job:
 def memories(jobs: int, count: int, room: int, size: int, keep: object) -> Job:
     """Begin bulk_memories() in ask.c with these addresses and sizes."""
     return Job(_Kind.MEMORIES, (jobs, count, room, size), keep)
+
+
+def ask(
+    questions: int, count: int, ids: int, room: int, size: int, answers: int, keep: object
+) -> Job:
+    """Begin bulk_ask() in ask.c with these addresses and sizes."""
+    return Job(_Kind.ASK, (questions, count, ids, room, size, answers), keep)

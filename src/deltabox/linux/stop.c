@@ -4,9 +4,12 @@
  */
 
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <errno.h>
 #include <signal.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/ptrace.h>
 #include <sys/uio.h>
@@ -26,6 +29,43 @@ typedef int32_t s32;
 enum { R10 = 7, R9, R8, RAX, RDX = 12, RSI, RDI, ORIG_RAX, RIP, RBX = 5, REGISTERS = 27 };
 
 struct saved { u64 registers[REGISTERS]; u64 mask; };
+
+/*
+ * All threads of the processes in a control group, as pairs of pid and tid, main threads first; how
+ * many, or -errno.  Who ends meanwhile is left out.
+ */
+long bulk_tasks(const char *procs, s32 *pairs, long room)
+{
+	char text[65536], path[64];
+	long found = 0;
+	FILE *file = fopen(procs, "re");
+
+	if (!file)
+		return -errno;
+	while (fgets(text, sizeof text, file)) {
+		s32 pid = atoi(text);
+
+		snprintf(path, sizeof path, "/proc/%d/task", pid);
+		DIR *tasks = opendir(path);
+		struct dirent *entry;
+
+		while (tasks && (entry = readdir(tasks))) {
+			if (entry->d_name[0] == '.')
+				continue;
+			if (found == room) {
+				closedir(tasks);
+				fclose(file);
+				return -E2BIG;
+			}
+			pairs[2 * found] = pid;
+			pairs[2 * found++ + 1] = atoi(entry->d_name);
+		}
+		if (tasks)
+			closedir(tasks);
+	}
+	fclose(file);
+	return found;
+}
 
 /* Seize and interrupt; results are 0 or -errno of the one that failed (of seize: not ours). */
 void bulk_seize(const s32 *tids, long count, u64 options, s32 *results)

@@ -10,13 +10,14 @@ import errno
 import os
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 
 from .bulk import library
 
 SAVED = 28 * 8
 _NOT_YET, _GONE = -1, -errno.ECHILD - 1
 
-for _name in ("bulk_await", "bulk_save", "bulk_put_back", "bulk_call", "bulk_batch"):
+for _name in ("bulk_tasks", "bulk_await", "bulk_save", "bulk_put_back", "bulk_call", "bulk_batch"):
     getattr(library, _name).restype = ctypes.c_long
 
 Saved = ctypes.Array[ctypes.c_char]
@@ -34,6 +35,19 @@ class StoppedElsewhere(Exception):
 
     def __init__(self, status: int) -> None:
         super().__init__(f"stopped unexpectedly ({status:#x})")
+
+
+def tasks(group: Path) -> list[tuple[int, int]]:
+    """(pid, tid) of all threads in a control group."""
+    procs = os.fsencode(group / "cgroup.procs")
+    room = 1024
+    while True:
+        pairs = array("i", bytes(8 * room))
+        got = library.bulk_tasks(procs, _at(pairs), ctypes.c_long(room))
+        if got != -errno.E2BIG:
+            _check(got)
+            return list(zip(pairs[0 : 2 * got : 2], pairs[1 : 2 * got : 2], strict=True))
+        room *= 8
 
 
 def seize(tids: Sequence[int], options: int) -> list[int]:
