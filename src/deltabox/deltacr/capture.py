@@ -24,7 +24,7 @@ from .descriptors import DescriptorTable
 from .freeze import Frozen, in_interpreter
 from .inject import DATA, Injection, NoRoom
 from .interrupted import UnknownCall
-from .live import Live
+from .live import Live, WorldState
 from .look import Look
 from .memories import Memories, refusing
 from .model import (
@@ -177,7 +177,7 @@ class Capturing:
                 self._gather_all()
             finally:
                 self.table.close()
-            self._check_world(*world())
+            self._check_world(world())
             self.survey = survey()
         self._check_survey()
 
@@ -223,8 +223,8 @@ class Capturing:
 
     # -- the world the tree lives in --------------------------------------------------------
 
-    def _check_world(self, mounts: int, network: bytes) -> None:
-        if mounts != self.live.world.mounts:
+    def _check_world(self, world: WorldState) -> None:
+        if world.mounts != self.live.world.mounts:
             raise UnsupportedState(
                 "file systems were mounted or unmounted inside the sandbox; "
                 "undo that (umount) and try again",
@@ -232,7 +232,7 @@ class Capturing:
                 process="init",
                 object="mount",
             )
-        if self.live.world.network and self.live.world.network != network:
+        if self.live.world.network and self.live.world.network != world.network:
             raise UnsupportedState(
                 "network interfaces, addresses or routes were changed inside the sandbox",
                 pid=1,

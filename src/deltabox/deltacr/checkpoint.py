@@ -14,7 +14,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TypeVar
 
 from ..errors import CheckpointError, DeltaBoxError
@@ -35,6 +35,9 @@ from .template import Stats, Template
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# begins what another keeps of the instant; gives (wait for it, finish it after the thaw)
+AtInstant = Callable[[], AbstractContextManager[tuple[Callable[[], None], Callable[[], T]]]]
+
 
 def take(
     live: Live,
@@ -48,7 +51,7 @@ def take(
     on_external: str,
     externals: Mapping[str, External],
     attic: Attic,
-    at_instant: Callable[[], AbstractContextManager[Callable[[], T]]],
+    at_instant: AtInstant[T],
 ) -> tuple[Template, T]:
     """Fill `blank` with the tree's state at one instant; it is the checkpoint's template then.
 
@@ -62,22 +65,25 @@ def take(
         capturing = None
         try:
             put_back = functools.partial(undisturbed, waits=live.waits)
-            with freeze(live, put_back) as frozen, at_instant() as instant:
-                capturing = Capturing(
-                    live,
-                    frozen,
-                    blank,
-                    owner=owner,
-                    externals=externals,
-                    base=base,
-                    born=born,
-                    attic=attic,
-                    on_external=on_external,
-                )
-                capturing.gather()
-                changed = _feed(blank, capturing, reference)
-                result = instant()
-            pause = time.monotonic() - frozen.began
+            with ExitStack() as after:
+                with freeze(live, put_back) as frozen:
+                    wait, finish = after.enter_context(at_instant())
+                    capturing = Capturing(
+                        live,
+                        frozen,
+                        blank,
+                        owner=owner,
+                        externals=externals,
+                        base=base,
+                        born=born,
+                        attic=attic,
+                        on_external=on_external,
+                    )
+                    capturing.gather()
+                    changed = _feed(blank, capturing, reference)
+                    wait()
+                pause = time.monotonic() - frozen.began
+                result = finish()
             seen = capturing.finish()
             live.forget_others(frozen.threads)
             for space in live.spaces.values():

@@ -24,7 +24,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +40,7 @@ from ..linux.cgroup import remove as remove_cgroup
 from . import ahead, boot, checkpoint
 from .asked import Asked
 from .boot import First
+from .checkpoint import AtInstant
 from .groups import Groups
 from .ledger import Ledger
 from .live import Live, WorldState
@@ -281,7 +281,7 @@ class Tree:
         *,
         externals: Mapping[str, External],
         attic: Attic,
-        at_instant: Callable[[], AbstractContextManager[Callable[[], T]]],
+        at_instant: AtInstant[T],
     ) -> tuple[Template, T]:
         """Capture a tree into a fresh template; see `checkpoint.take`."""
         if not live.network.carried:

@@ -168,9 +168,9 @@ class Injection:
         return tuple(v - DATA + self.data if DATA <= v < 2 * DATA else v for v in call)
 
     def _one(self, tid: int, saved: stop.Saved, call: Call) -> int:
-        """One call through the vdso, stopped at its entry and exit: no signal is involved."""
+        """One call through the vdso."""
         try:
-            return stop.call(tid, saved, self._instruction, call)
+            return stop.call(tid, saved, self._instruction, call, stepped=not self._step)
         except (stop.Killed, stop.StoppedElsewhere) as error:
             raise CheckpointError(f"a process was captured and {error}") from None
 

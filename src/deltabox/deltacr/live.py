@@ -29,6 +29,7 @@ from ..linux.proc import (
     INTERFACE_FILES,
     NETWORK_FILES,
     ProcessInfo,
+    describe_network,
     devices,
     inside_pids,
     mount_count,
@@ -104,7 +105,7 @@ class Live:
         self.successor: Template | None = None  # made ahead for the next checkpoint
         self.spaces: dict[int, Space] = {}  # by host pid
         self.ahead = Ahead()
-        self._world_seen: tuple[Questions, Answers, tuple[int, bytes]] | None = None
+        self._world: Questions | None = None
         self._common: CommonLook | None = None
         self._surveying: _Surveying | None = None
         self._survey: Loaded | None = None  # its next program
@@ -122,37 +123,26 @@ class Live:
         self.world = world or WorldState(mount_count(self.init), network_state(self.init))
 
     @contextlib.contextmanager
-    def world_now(self) -> Iterator[Callable[[], tuple[int, bytes]]]:
-        """(the number of mounts, the state of the network), asked for meanwhile.
+    def world_now(self) -> Iterator[Callable[[], WorldState]]:
+        """The state of mounts and network, asked for meanwhile."""
+        if self._world is None:
+            has_network = bool(self.world.network)
+            interfaces = devices(read(f"/proc/{self.init}/net/dev")) if has_network else []
+            self._world = _world_questions(tuple(interfaces), has_network)
+        asked = self._world.begin([self.init])
+        answers: Answers | None = None
 
-        It is worked out only if it looks changed; counters of interfaces make it look so as well.
-        """
-        seen = self._world_seen
-        asked = seen[0].begin([self.init]) if seen is not None else None
-        done: Answers | None = None
-
-        def finish() -> tuple[int, bytes]:
-            nonlocal done
-            if asked is not None and seen is not None:
-                done = asked()
-                if done.same(seen[1]):
-                    return seen[2]
-            return self._look_at_world()
+        def finish() -> WorldState:
+            nonlocal answers
+            answers = asked()
+            network = describe_network(answers.find) if self.world.network else b""
+            return WorldState(answers["mountinfo"].count(b"\n"), network)
 
         try:
             yield finish
         finally:
-            if asked is not None and done is None:
+            if answers is None:
                 asked()
-
-    def _look_at_world(self) -> tuple[int, bytes]:
-        interfaces = devices(read(f"/proc/{self.init}/net/dev")) if self.world.network else []
-        questions = _world_questions(tuple(interfaces), bool(self.world.network))
-        answers = questions.ask([self.init])
-        network = network_state(self.init) if self.world.network else b""
-        now = mount_count(self.init), network
-        self._world_seen = questions, answers, now
-        return now
 
     def common(self) -> CommonLook:
         """What PID 1 has, and all others began with."""

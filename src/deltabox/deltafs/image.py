@@ -32,6 +32,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -47,6 +48,14 @@ _STEP: Final = 64 << 20  # smaller changes of size or ballast are not worth the 
 _TRIM_EVERY: Final = 10.0  # seconds, at least, unless room is wanted at once
 _LOOK: Final = 0.005  # seconds between two looks at what btrfs' cleaner has left to do
 _OPTIONS: Final = "nodatasum,nobarrier,discard=async,commit=30"
+
+
+@dataclass(frozen=True)
+class Snapshotting:
+    """A snapshot that is being taken: `wait` until it holds its instant, `finish` to have it."""
+
+    wait: Callable[[], None]
+    finish: Callable[[], Snapshot]
 
 
 class Image:
@@ -196,15 +205,12 @@ class Image:
 
         For an exact instant nothing may write meanwhile: freeze the programs first.
         """
-        with self.snapshotting(layer) as finish:
-            return finish()
+        with self.snapshotting(layer) as snapshotting:
+            return snapshotting.finish()
 
     @contextmanager
-    def snapshotting(self, layer: Layer) -> Iterator[Callable[[], Snapshot]]:
-        """The same while something else is done: what is yielded waits for it.
-
-        Without that call there is no snapshot in the end.
-        """
+    def snapshotting(self, layer: Layer) -> Iterator[Snapshotting]:
+        """The same while something else is done; without `finish` there is none in the end."""
         number = self._next()
         with layer.lock, self._space("checkpoint"), ExitStack() as undo:
             source = _subvolume(self._layers, layer.number)
@@ -224,7 +230,7 @@ class Image:
                 layer.head = Snapshot(self, number, layer.head, generation)
                 return layer.head
 
-            yield finish
+            yield Snapshotting(job.check, finish)
 
     def _abandon(self, job: beside.Job, number: int) -> None:
         """Take back a snapshot that nobody waited for."""

@@ -70,16 +70,16 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget) -> Node:
         attic = tree.image.attic(box.layer, tree.owner)
 
         @contextmanager
-        def at_instant() -> Iterator[Callable[[], Saved]]:
+        def at_instant() -> Iterator[tuple[Callable[[], None], Callable[[], Saved]]]:
             with box.changed:
                 saved = box.save()
-            with tree.image.snapshotting(box.layer) as finish:
+            with tree.image.snapshotting(box.layer) as snapshotting:
 
-                def done() -> Saved:
-                    snapshots.append(finish())
+                def finish() -> Saved:
+                    snapshots.append(snapshotting.finish())
                     return saved
 
-                yield done
+                yield snapshotting.wait, finish
 
         template = None
         try:

@@ -220,6 +220,10 @@ class Answers:
         result, at = self._answers[self._names[name]]
         return None if result < 0 else self._raw[at : at + result]
 
+    def find(self, name: str) -> bytes | None:
+        """The answer, or None where there was an error or no such question."""
+        return self.get(name) if name in self._names else None
+
     def text(self, name: str) -> str:
         return os.fsdecode(self[name])
 

@@ -7,7 +7,7 @@ or, where a caller looks over many, is left out.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -189,14 +189,34 @@ NETWORK_FILES = ("dev", "route", "fib_trie", "if_inet6", "ipv6_route")
 
 def network_state(init: int) -> bytes:
     """What describes a network namespace that nobody has touched; `init` has its sysfs on /sys."""
+
+    def look(name: str) -> bytes | None:
+        interface, _, attribute = name.rpartition(" ")
+        path = f"net/{name}"
+        if interface:
+            path = f"root/sys/class/net/{interface}/{attribute}"
+        try:
+            return read(f"/proc/{init}/{path}")
+        except OSError:
+            return None
+
+    return describe_network(look)
+
+
+def describe_network(look: Callable[[str], bytes | None]) -> bytes:
+    """The same of what has been read: of each of NETWORK_FILES, and of "INTERFACE ATTRIBUTE"."""
     parts = []
     for name in NETWORK_FILES:
-        try:
-            text = read(f"/proc/{init}/net/{name}")
-        except FileNotFoundError:
+        text = look(name)
+        if text is None:
             continue
         if name == "dev":  # without the counters
-            text = b"\n".join(_interface(init, device) for device in sorted(devices(text)))
+            lines = []
+            for interface in sorted(devices(text)):
+                # one that was renamed or deleted at this moment differs from what it was
+                found = [look(f"{interface} {what}") or b"?" for what in INTERFACE_FILES]
+                lines.append(b" ".join([interface.encode(), *(one.strip() for one in found)]))
+            text = b"\n".join(lines)
         elif name == "ipv6_route":
             text = b"\n".join(line[:70] for line in text.splitlines())
         elif name == "route":
@@ -211,16 +231,6 @@ def devices(text: bytes) -> list[str]:
 
 
 INTERFACE_FILES = ("flags", "mtu", "address")  # in /sys/class/net/NAME
-
-
-def _interface(init: int, name: str) -> bytes:
-    parts = [name.encode()]
-    for attribute in INTERFACE_FILES:
-        try:
-            parts.append(read(f"/proc/{init}/root/sys/class/net/{name}/{attribute}").strip())
-        except OSError:  # renamed or deleted at this moment: it differs from what it was
-            parts.append(b"?")
-    return b" ".join(parts)
 
 
 def mount_count(init: int) -> int:

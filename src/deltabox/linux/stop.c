@@ -6,6 +6,7 @@
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -107,7 +108,10 @@ long bulk_await(const s32 *tids, long count, s32 *statuses, u64 patience)
 		if (!missing || (now.tv_sec - began.tv_sec) * 1000000000UL + now.tv_nsec -
 					began.tv_nsec > patience)
 			return missing;
-		if (rounds++ > 3)
+		/* most stop at once; what sleeps has to be woken on another processor first */
+		if (rounds++ < 200)
+			sched_yield();
+		else
 			nanosleep(&moment, 0);
 	}
 }
@@ -181,11 +185,12 @@ static int go(s32 tid, long request, int *status)
 }
 
 /*
- * One call through a `syscall` instruction, stopped at its entry and exit: no signal is involved.
- * The kernel's result goes to `result`; -EPROTO and `*status` when it stopped elsewhere.
+ * One call through a `syscall` instruction.  With `stepped` by one step over it, which ends in a
+ * SIGTRAP; else stopped at its entry and exit, so that no signal is involved.  The kernel's result
+ * goes to `result`; -EPROTO and `*status` when it stopped elsewhere.
  */
-long bulk_call(s32 tid, const struct saved *saved, u64 instruction, const s64 *call, s64 *result,
-	       int *status)
+long bulk_call(s32 tid, const struct saved *saved, u64 instruction, const s64 *call, int stepped,
+	       s64 *result, int *status)
 {
 	u64 registers[REGISTERS];
 	int bad;
@@ -200,16 +205,19 @@ long bulk_call(s32 tid, const struct saved *saved, u64 instruction, const s64 *c
 	registers[R9] = call[6];
 	registers[ORIG_RAX] = -1;
 	registers[RIP] = instruction;
-	if ((bad = set_mask(tid, ~0UL)) || (bad = set_registers(tid, registers)))
+	if ((bad = set_mask(tid, stepped ? ~(1UL << (SIGTRAP - 1)) : ~0UL)) ||
+	    (bad = set_registers(tid, registers)))
 		return bad;
-	for (int i = 0; i < 2; i++) {
-		if ((bad = go(tid, PTRACE_SYSCALL, status)))
+	for (int i = stepped ? 1 : 0; i < 2; i++) {
+		if ((bad = go(tid, stepped ? PTRACE_SINGLESTEP : PTRACE_SYSCALL, status)))
 			return bad;
-		if (WSTOPSIG(*status) != (SIGTRAP | 0x80))
+		if (WSTOPSIG(*status) != (stepped ? SIGTRAP : SIGTRAP | 0x80))
 			return -EPROTO;
 	}
 	if ((bad = get_registers(tid, registers)) && (bad = get_registers(tid, registers)))
 		return bad;
+	if (stepped && registers[RIP] != instruction + 2)
+		return -EPROTO;
 	*result = registers[RAX];
 	return 0;
 }

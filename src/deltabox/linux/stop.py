@@ -101,8 +101,11 @@ def put_back(tid: int, saved: Saved) -> None:
     _check(library.bulk_put_back(tid, saved))
 
 
-def call(tid: int, saved: Saved, instruction: int, numbers: Sequence[int]) -> int:
-    """One system call (number, arguments) through a `syscall` instruction at that address."""
+def call(tid: int, saved: Saved, instruction: int, numbers: Sequence[int], *, stepped: bool) -> int:
+    """One system call (number, arguments) through a `syscall` instruction at that address.
+
+    `stepped` is faster, but takes a SIGTRAP that the thread must not ignore.
+    """
     packed = (ctypes.c_int64 * 7)(*(_signed(n) for n in numbers))
     result, status = ctypes.c_int64(), ctypes.c_int()
     bad = library.bulk_call(
@@ -110,6 +113,7 @@ def call(tid: int, saved: Saved, instruction: int, numbers: Sequence[int]) -> in
         saved,
         ctypes.c_uint64(instruction),
         packed,
+        int(stepped),
         ctypes.byref(result),
         ctypes.byref(status),
     )
