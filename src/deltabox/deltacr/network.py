@@ -171,6 +171,7 @@ class Carrier:
                 setsigmask=(),
             )
         self._task = own_task(pid)
+        os.setpriority(os.PRIO_PROCESS, pid, 0)  # not that of the thread which serves a request
         self._sock.settimeout(10.0)
         try:
             said = self._sock.recv(1000).decode(errors="replace")

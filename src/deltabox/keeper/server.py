@@ -40,6 +40,9 @@ FIRST: Final = 10.0
 """Seconds it waits for its first request."""
 
 
+_FIRST: Final = -10
+
+
 class Session:
     """A client process."""
 
@@ -160,6 +163,9 @@ class Server:
 
     def _serve(self, sock: socket.socket) -> None:
         channel = Channel(sock)
+        # What runs beside a request is not what its caller waits for; threads have their own nice
+        # value in Linux (setpriority(2)).
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _FIRST)
         try:
             connection = self._greet(channel)
         except Exception as error:

@@ -145,7 +145,6 @@ class Tree:
         self.names: dict[str, str | None] = {}
         self.boxes: dict[str, Box] = {}
         self.retention: Retention[Node] = Retention()
-        self.touched: set[Box] = set()  # those with work to be done ahead
         self.place = -1
         self.origin: Snapshot
         self._numbers = itertools.count(1)
@@ -587,16 +586,13 @@ class Tree:
         self.budget.took(disk=change)
 
     def touch(self, box: Box) -> None:
-        """A command has ended: work ahead for a checkpoint while the caller is thinking."""
-        with self.lock:
-            if box in self.touched:
-                return
-            self.touched.add(box)
-        self.background.submit(self._work_ahead, box)
+        """A command has ended: work ahead for a checkpoint while the caller is thinking.
+
+        But not at once: a shell has a few pages more to write until it waits for the next one.
+        """
+        self.background.quietly(f"ahead {box.number}", self._work_ahead, box)
 
     def _work_ahead(self, box: Box) -> None:
-        with self.lock:
-            self.touched.discard(box)
         if not (box.closing or box.dead):
             self.image.presync()
             self.engine.work_ahead(box.live)

@@ -170,13 +170,30 @@ long bulk_put_back(s32 tid, const struct saved *saved)
 	return bad ? bad : worse;
 }
 
+/*
+ * waitpid(2) for one that will stop at once.  Sleeping and being woken costs more than the whole
+ * step where processors are virtual, so it is looked at for a while first.
+ */
+static pid_t wait_for(s32 tid, int *status)
+{
+	for (int rounds = 0; rounds < 400; rounds++) {
+		pid_t got = waitpid(tid, status, __WALL | WNOHANG);
+
+		if (got)
+			return got;
+		if (rounds % 8 == 7)
+			sched_yield();
+	}
+	return waitpid(tid, status, __WALL);
+}
+
 /* Let the thread run to its next stop; group stops of a stopped job are passed. -ESRCH: killed. */
 static int go(s32 tid, long request, int *status)
 {
 	do {
 		if (ptrace(request, tid, 0, 0) && ptrace(request, tid, 0, 0))
 			return -errno;
-		if (waitpid(tid, status, __WALL) != tid)
+		if (wait_for(tid, status) != tid)
 			return -errno;
 		if (!WIFSTOPPED(*status))
 			return -ESRCH;
