@@ -2,7 +2,8 @@
 
 Between freeze and thaw only what needs the tree to stand still is done: the capture, the copy of
 the pages into the template, and the caller's `at_instant` (the file system's snapshot), which is
-begun first and waited for last.  The program is compiled after the tree runs again.
+begun first and waited for last.  The program is compiled after the tree runs again: at once if it
+could turn out that there is none, else when it is wanted, which is in the keeper's background.
 Whatever fails, the tree is thawed as it was.
 """
 
@@ -28,12 +29,14 @@ from .model import Mapping as Vma
 from .objects.ghosts import Attic
 from .objects.seccomp import forbids_restart
 from .peer import PeerGone, ProgramFailed, insist
-from .program import compile_program
+from .program import compile_program, is_plain
 from .stash import feed, plan
 from .template import Stats, Template
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_PROGRAMS = 256 << 10  # bytes that a template's programs take, about
 
 # begins what another keeps of the instant; gives (wait for it, finish it after the thaw)
 AtInstant = Callable[[], AbstractContextManager[tuple[Callable[[], None], Callable[[], T]]]]
@@ -100,7 +103,11 @@ def take(
     blank.shared = capturing.copies
     shared = sum(size for one in seen.shared for _, size in one.extents)
     limits = [_limit(which) for which in range(16)]
-    blank.sealed, blank.first = compile_program(seen, blank.stash, network=network, limits=limits)
+    blank.compile_later(
+        functools.partial(compile_program, seen, blank.stash, network=network, limits=limits)
+    )
+    if not is_plain(seen):
+        assert blank.sealed  # what cannot be compiled is refused now
     blank.capture = seen
     blank.known = {
         p.pid: found.known
@@ -109,7 +116,7 @@ def take(
     }
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
     whole = sum(blank.stash.sizes().values())
-    blank.resize(own=changed, whole=whole, extra=shared + len(blank.sealed.content))
+    blank.resize(own=changed, whole=whole, extra=shared + _PROGRAMS)
     blank.stats = Stats(
         pause_ms=pause * 1e3,
         total_ms=(time.monotonic() - started) * 1e3,

@@ -197,8 +197,6 @@ class Tree:
 
     def open_world(self, template: Template, *, root_mount: int) -> Live:
         """A PID 1 with everything that `restore` needs, made ahead; it takes hardly any memory."""
-        assert template.first is not None
-        assert template.sealed is not None
         try:
             world = self._first_process(template, template.first, root_mount, tasks=1)
             try:
@@ -222,7 +220,7 @@ class Tree:
 
         In a `world` made ahead, which is used up, or in a new one.
         """
-        if template.sealed is None or template.first is None or template.capture is None:
+        if not template.compiled or template.capture is None:
             raise RollbackError("the checkpoint holds no process state")
         holders = {f"shared{index}": fd for index, fd in enumerate(template.shared)}
         live = world

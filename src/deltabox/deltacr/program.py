@@ -74,6 +74,27 @@ def _announced(path: str | int) -> bool:
     return isinstance(path, str) and path.startswith(("/etc/", "/run/", "/var/lib/"))
 
 
+# kinds of descriptions of which any number is made in the same simple way
+_PLAIN = frozenset({"file", "directory", "device", "path", "external", "pipe", "fifo"})
+
+
+def is_plain(capture: Capture) -> bool:
+    """Whether a capture can be compiled for certain, so that it can wait.
+
+    Raises UnsupportedState when its processes cannot be arranged.
+    """
+    arrange(capture)
+    return (
+        len(capture.processes) <= 16
+        and len(capture.descriptions) <= 64
+        and sum(len(p.threads) for p in capture.processes) <= 32
+        and sum(len(pipe.content) for pipe in capture.pipes) <= 1 << 20
+        and not (capture.shared or capture.ghosts or capture.queues.all)
+        and all(d.kind in _PLAIN for d in capture.descriptions)
+        and all(not p.stopped and p.zombie is None for p in capture.processes)
+    )
+
+
 class _Compiler:
     def __init__(
         self,

@@ -52,8 +52,9 @@ class Template:
         self.pid_outside = pid
         self.on_size: Callable[[int, int, int], None] = lambda own, whole, extra: None
         self.stats = Stats()
-        self.sealed: Sealed | None = None
-        self.first: First | None = None  # makes the PID 1 that `sealed` is run by
+        self._compiled: tuple[Sealed, First] | None = None
+        self._compile: Callable[[], tuple[Sealed, First]] | None = None
+        self._compiling = threading.Lock()
         self.stash: Stash | None = None  # what it holds, and where
         self.gathered = False  # into huge pages
         self.depth = 0  # generations of forks since the last full copy
@@ -93,6 +94,34 @@ class Template:
             return pagemap.exclusive_bytes(fd, held)
         finally:
             os.close(fd)
+
+    def compile_later(self, compile: Callable[[], tuple[Sealed, First]]) -> None:
+        """Have the programs compiled when somebody wants them first."""
+        self._compile = compile
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it has programs, or can have them: it is a checkpoint's."""
+        return self._compiled is not None or self._compile is not None
+
+    @property
+    def sealed(self) -> Sealed:
+        """The program that rebuilds the tree."""
+        return self._programs()[0]
+
+    @property
+    def first(self) -> First:
+        """The one that makes the PID 1 which `sealed` is run by."""
+        return self._programs()[1]
+
+    def _programs(self) -> tuple[Sealed, First]:
+        with self._compiling:
+            if self._compiled is None:
+                if self._compile is None:
+                    raise PeerGone("the template holds no checkpoint")
+                self._compiled = self._compile()
+                self._compile = None
+            return self._compiled
 
     def take_slot(self) -> int:
         """A place in the template's address space for one restore's control memory."""

@@ -36,7 +36,7 @@ def waiting_bytes(template: Template) -> int:
     tasks need in the kernel, and shared memory, which has no copy-on-write.
     """
     capture, stash = template.capture, template.stash
-    if capture is None or stash is None or template.sealed is None:
+    if capture is None or stash is None or not template.compiled:
         return 0
     shared: int = sum(size for one in capture.shared for _, size in one.extents)
     threads = sum(len(process.threads) for process in capture.processes)
