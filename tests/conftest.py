@@ -29,6 +29,7 @@ GONE_WITHIN = 15.0  # seconds; much is freed in the background
 # Set at import, before any test module can start a keeper.
 _STATE = Path(tempfile.mkdtemp(prefix="deltabox-tests-"))
 os.environ["DELTABOX_STATE"] = str(_STATE)
+os.environ["DELTABOX_VERIFY"] = "1"  # every checkpoint is compared with the memory it is of
 
 
 def keepers() -> list[int]:

@@ -201,6 +201,10 @@ class Capturing:
         """Of each that lives, no more than its pids and its mappings."""
         return [Process(g.pid, g.host, 0, 0, 0, 0, b"", mappings=g.mappings) for g in self.gathered]
 
+    def kernel_areas(self) -> dict[int, set[int]]:
+        """Where the kernel itself writes when threads go on (rseq), by pid."""
+        return {g.pid: {g.look.thread(tid).rseq.address for tid in g.tids} for g in self.gathered}
+
     def finish(self) -> Capture:
         """Make records of what was gathered. Raises UnsupportedState."""
         found = self._processes

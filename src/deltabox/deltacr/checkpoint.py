@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from ..errors import CheckpointError, DeltaBoxError
 from ..linux import ptrace
+from . import verify
 from .capture import Capturing
 from .freeze import Frozen, freeze
 from .interrupted import Waits
@@ -84,6 +85,13 @@ def take(
                     )
                     capturing.gather()
                     changed = _feed(blank, capturing, reference)
+                    if verify.ENABLED and blank.stash is not None:
+                        verify.check(
+                            blank.pid_outside,
+                            blank.stash,
+                            capturing.processes(),
+                            capturing.kernel_areas(),
+                        )
                     wait()
                 pause = time.monotonic() - frozen.began
                 result = finish()

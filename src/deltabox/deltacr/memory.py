@@ -35,9 +35,6 @@ from .records import (
     FRAMES,
     OURS,
     OURS_END,
-    SLOT,
-    SLOTS,
-    STACKS,
     Program,
     Sequence,
 )
@@ -162,8 +159,8 @@ def _entries(text: bytes) -> list[tuple[re.Match[str], frozenset[str]]]:
 def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Mapping | None:
     low, high, r, w, x, s, offset, major, minor, inode, path = header.groups()
     start, end = int(low, 16), int(high, 16)
-    if path == "[vsyscall]" or _is_ours(start, end):
-        return None  # the same in every process, or our own few pages in a restored one
+    if path == "[vsyscall]":
+        return None  # the same in every process
     if start < OURS_END and end > OURS:
         raise refuse(
             f"maps memory at {start:#x}; the engine needs {OURS:#x}-{OURS_END:#x} for itself",
@@ -210,14 +207,6 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
         os.makedev(int(major, 16), int(minor, 16)),
         int(inode),
     )
-
-
-def _is_ours(start: int, end: int) -> bool:
-    """The code of the interpreter and a restored process's frames.
-
-    One that is stopped has not left the interpreter yet, and has the control memory as well.
-    """
-    return (start >= CODE and end <= STACKS) or (start >= FRAMES and end <= CONTROL + SLOTS * SLOT)
 
 
 def check_version(memory_fd: int, mapping: Mapping, file: int, refuse: Refuse) -> None:

@@ -189,10 +189,21 @@ static s64 descriptors(s32 pid, struct output *out)
 	return result < 0 ? result : (s64)(out->used - start);
 }
 
-/* Our own mappings in a restored process: records.py has the same numbers. */
-#define OURS 0x400000000000UL
-#define OURS_END 0x550000000000UL
+/*
+ * Our own mappings in a restored process: records.py has the same numbers.  One that is stopped has
+ * not left the interpreter yet, and has the control memory as well.  Anything else in the range
+ * that we need is refused by memory.py, which has to see it.
+ */
+#define CODE 0x400000000000UL
+#define STACKS (CODE + 0x200000UL)
+#define FRAMES (CODE + 0x40000000UL)
+#define CONTROL_END (CODE + 0x80000000UL + 2048 * 0x2000000UL)
 #define INJECTED 0x6000UL /* inject.py */
+
+static int is_ours(u64 start, u64 end)
+{
+	return (start >= CODE && end <= STACKS) || (start >= FRAMES && end <= CONTROL_END);
+}
 
 /*
  * One header of smaps without what differs between two restores of the same process: the device of
@@ -201,9 +212,10 @@ static s64 descriptors(s32 pid, struct output *out)
 static char *put_header(char *to, const char *line, u64 length, u64 gap, int *own)
 {
 	const char *end = line + length, *field = line, *device = 0, *rest;
-	u64 start = strtoul(line, 0, 16);
+	char *dash;
+	u64 start = strtoul(line, &dash, 16), stop = strtoul(dash + 1, 0, 16);
 
-	*own = (start >= OURS && start < OURS_END) || (start >= gap && start < gap + INJECTED);
+	*own = is_ours(start, stop) || (start >= gap && start < gap + INJECTED);
 	for (int i = 0; i < 3 && field; i++)
 		if ((field = memchr(field, ' ', end - field)))
 			field++;

@@ -1,0 +1,71 @@
+"""Test mode: compare every page of a stopped tree with what the checkpoint's template holds.
+
+Incremental memory rests on the kernel having told of every write, and on our bookkeeping of what
+was copied when, ahead of the checkpoint or at it.  A page that is missed is a silent difference
+after a restore, perhaps hours later.  So in a keeper that was started with DELTABOX_VERIFY=1, as
+the tests start theirs, nothing is believed: a difference is an error of the checkpoint, at once.
+
+What the kernel itself writes on the way back from a stop may differ: the area of restartable
+sequences (struct rseq), which is registered anew in every restore.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+from ..errors import CheckpointError
+from .model import PAGE, Process
+from .stash import Stash
+
+ENABLED = os.environ.get("DELTABOX_VERIFY") == "1"
+_RSEQ = 64
+_CHUNK = 1 << 20
+
+
+def check(
+    template: int, stash: Stash, processes: Iterable[Process], kernels: Mapping[int, set[int]]
+) -> None:
+    """`template` is its host pid; `kernels` are addresses of struct rseq, by pid.
+
+    Raises CheckpointError for the first difference.
+    """
+    held = os.open(f"/proc/{template}/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for process in processes:
+            own = os.open(f"/proc/{process.host_pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                _check(process, own, held, stash, kernels.get(process.pid, set()))
+            finally:
+                os.close(own)
+    finally:
+        os.close(held)
+
+
+def _check(process: Process, own: int, held: int, stash: Stash, kernels: set[int]) -> None:
+    for mapping in process.mappings:
+        kept = stash.held.get((process.pid, mapping.start))
+        if mapping.pages and kept is None:
+            raise CheckpointError(f"verification: nothing is held of {mapping.start:#x}")
+        for low, high in mapping.pages if kept is not None else ():
+            assert kept is not None
+            for at in range(low, high, _CHUNK):
+                size = min(_CHUNK, high - at)
+                mine, theirs = os.pread(own, size, at), os.pread(held, size, at + kept.shift)
+                if mine != theirs:
+                    _explain(process, at, mine, theirs, kernels)
+
+
+def _explain(process: Process, at: int, mine: bytes, theirs: bytes, kernels: set[int]) -> None:
+    if len(mine) != len(theirs):
+        raise CheckpointError(f"verification: pid {process.pid} at {at:#x} cannot be compared")
+    for page in range(0, len(mine), PAGE):
+        one, other = mine[page : page + PAGE], theirs[page : page + PAGE]
+        for offset in range(PAGE) if one != other else ():
+            where = at + page + offset
+            if one[offset] != other[offset] and not any(
+                area <= where < area + _RSEQ for area in kernels
+            ):
+                raise CheckpointError(
+                    f"verification: pid {process.pid} has written {where:#x}, which was not noticed"
+                )
