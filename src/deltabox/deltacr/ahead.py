@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..errors import UnsupportedState
-from ..linux import bulk, stop, userfaultfd
+from ..linux import bulk, proc, stop, userfaultfd
 from ..linux.bulk import Regions
 from . import memory
 from .checkpoint import undisturbed
@@ -36,6 +37,7 @@ from .subject import Refused
 from .template import Template
 
 _PIECE = 8 << 20  # bytes copied in one go
+_YOUNG = 0.1  # seconds
 
 
 class _NoGhosts:
@@ -52,22 +54,33 @@ def work(live: Live, *, owner: int, base: int, born: float, reference: int) -> N
     """Get as far as possible. Raises what a checkpoint would; nothing depends on it."""
     if not userfaultfd.supported():
         return
+    calm = live.ahead.undisturbed()
     with live.ahead.step() as may:
         if not may:
             return
         _warm(live)
         spaces = {pid: live.space(host, pid) for pid, host in live.hosts().items()}
-        if not all(space.watched for space in spaces.values()):
-            _watch(live, spaces)
+        unwatched = {pid: s for pid, s in spaces.items() if not s.watched and _settled(s.host)}
+        if unwatched:
+            _watch(live, unwatched)
     names = Names(live.root, base, born, _NoGhosts())
     found: dict[int, tuple[Mapping, ...]] = {}
     present: dict[int, Regions] = {}
     for pid, space in spaces.items():
         with live.ahead.step() as may:
-            if not may or not space.watched:
+            if not may or not space.watched or not calm():
                 return
             found[pid], present[pid] = _look(live, space, pid, names)
-    _copy(live, spaces, found, present, reference)
+    _copy(live, spaces, found, present, reference, calm)
+
+
+def _settled(host: int) -> bool:
+    """Whether a process has lived for a while: what a build starts is not worth stopping for."""
+    try:
+        began = proc.start_time(host) / os.sysconf("SC_CLK_TCK")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began > _YOUNG
 
 
 def _warm(live: Live) -> None:
@@ -142,6 +155,7 @@ def _copy(
     found: dict[int, tuple[Mapping, ...]],
     present: dict[int, Regions],
     reference: int,
+    calm: Callable[[], bool],
 ) -> None:
     """Have the next checkpoint's template read what was written."""
     with live.ahead.step() as may:
@@ -182,7 +196,7 @@ def _copy(
     try:
         while pieces:
             with live.ahead.step() as may:
-                if not may or live.successor is not template:
+                if not may or live.successor is not template or not calm():
                     return
                 template.peer.run(feeding.reading([pieces[0]]).seal(), 0, feeding.fds)
                 template.read_ahead += pieces.popleft().total

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class Ahead:
@@ -18,6 +18,16 @@ class Ahead:
         self._turn = threading.Lock()
         self._wanted = 0
         self.over = False  # the tree is stopped: nobody shall work ahead
+        self._commands = 0
+
+    def disturb(self) -> None:
+        """A command begins: who works ahead shall leave the processors to it."""
+        self._commands += 1
+
+    def undisturbed(self) -> Callable[[], bool]:
+        """Whether no command has begun since this call."""
+        then = self._commands
+        return lambda: self._commands == then
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:

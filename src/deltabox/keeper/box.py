@@ -130,6 +130,7 @@ class Box:
         with self.changed:
             self.check_open()
             self.calls[call.number] = call
+            self.live.ahead.disturb()
         try:
             if attach is not None:
                 attach(call)
