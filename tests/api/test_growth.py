@@ -60,7 +60,8 @@ def test_memory_comes_back(sandbox: Sandbox) -> None:
     before = probe.ask(digest)
     for checkpoint in taken[:-1]:
         checkpoint.delete()
-    assert until(lambda: memory(sandbox) < full - 10 * 16 * MIB), memory(sandbox) / MIB
+    # the next checkpoint's template may be a fresh copy already, after so many generations
+    assert until(lambda: memory(sandbox) < full - 8 * 16 * MIB), memory(sandbox) / MIB
     sandbox.rollback(taken[-1])
     assert probe.ask("y") == 11
     assert probe.ask(digest) == before
