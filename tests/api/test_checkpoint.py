@@ -236,3 +236,16 @@ def test_diff_and_patch(sandbox: Sandbox) -> None:
     assert "--- a/tmp/t/edit\n+++ b/tmp/t/edit\n" in patch
     assert "+three\n" in patch
     assert new.stats.changed_files == 4
+
+
+def test_the_end_of_a_restored_process_is_seen(sandbox: Sandbox) -> None:
+    """Nobody else holds its end of a pipe: neither PID 1 nor a copy that waits."""
+    cat = sandbox.spawn(["cat"])
+    home = sandbox.checkpoint()
+    for _ in range(3):
+        sandbox.rollback(home)
+        cat.stdin.write("x\n")
+        assert cat.stdout.readline(timeout=10) == "x\n"
+        cat.kill()
+        assert cat.stdout.read(timeout=10) == ""
+        assert cat.wait(timeout=10) == -9

@@ -116,6 +116,7 @@ class Live:
         self.find: FindFile = lambda kind, handle, inode: iter(())
         self._ended = False
         self._end_lock = threading.Lock()
+        self._ending = threading.Lock()
 
     def attach(self, world: WorldState | None) -> None:
         """Open what needs the mounts to be in place; `world` is known from an earlier sandbox."""
@@ -459,34 +460,39 @@ class Live:
 
     def end(self) -> None:
         """Stop, reap, give the group back, close every descriptor. May be called twice."""
-        with self._end_lock:
-            if self._ended:
-                return
-            self._ended = True
-            if self.successor is not None:
-                self.successor.close()
-                self.successor = None
-            self.ahead.over = True
-            self.kill_all()
-            pidfd.reap(self.pidfd)
-            with self.ahead.excluded():  # what it uses is closed from here on
-                self.forget_others(())
-            self.peer.close()
-            with self.lock:
-                if self._survey is not None:
-                    self._survey.close()
-                    self._survey = None
-            if self.loaded is not None:
-                self.loaded.close()
-                self.loaded = None
-            self.reports.close()
-            for fd in (self.root, self.pidfd, *self.handed.values()):
-                if fd >= 0:
-                    os.close(fd)
-            self.thaw()
-            if not cgroup.wait_event(self.group, b"populated 0", 10.0):
-                raise PeerGone(f"{self.group.name} still has members")
-            self.on_end()
+        with self._ending:
+            # not held any longer: who works ahead takes it in the middle of a step
+            with self._end_lock:
+                if self._ended:
+                    return
+                self._ended = True
+                successor, self.successor = self.successor, None
+            if successor is not None:
+                successor.close()
+            self._end()
+
+    def _end(self) -> None:
+        self.ahead.over = True
+        self.kill_all()
+        pidfd.reap(self.pidfd)
+        with self.ahead.excluded():  # what it uses is closed from here on
+            self.forget_others(())
+        self.peer.close()
+        with self.lock:
+            if self._survey is not None:
+                self._survey.close()
+                self._survey = None
+        if self.loaded is not None:
+            self.loaded.close()
+            self.loaded = None
+        self.reports.close()
+        for fd in (self.root, self.pidfd, *self.handed.values()):
+            if fd >= 0:
+                os.close(fd)
+        self.thaw()
+        if not cgroup.wait_event(self.group, b"populated 0", 10.0):
+            raise PeerGone(f"{self.group.name} still has members")
+        self.on_end()
 
 
 class _Surveying:

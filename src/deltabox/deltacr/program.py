@@ -195,6 +195,7 @@ class _Compiler:
     def _close_all(self) -> None:
         """PID 1 itself keeps nothing of what the processes have open."""
         self.init.call(nr.CLOSE_RANGE, boot.OWN, (1 << 32) - 1, 0)
+        self.init.call(nr.CLOSE_RANGE, 0, boot.REQUESTS - 1, 0)  # what came with the request
 
     def _owners(self) -> None:
         """Whom descriptions send signals to; every pid exists by now."""
