@@ -12,20 +12,18 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from ..errors import UnsupportedState
 from ..linux import numbers as nr
 from ..linux import pidfd, proc, userfaultfd
-from ..linux.ask import Kind, Questions
 from ..linux.ptrace import Registers
 from . import memory
 from .descriptors import DescriptorTable
 from .freeze import Frozen, in_interpreter
 from .inject import DATA, Injection, NoRoom
 from .interrupted import UnknownCall
-from .live import Live, WorldState
-from .look import Look
+from .live import Live
+from .look import Look, inside_pids
 from .memories import Memories, refusing
 from .model import (
     Capture,
@@ -55,6 +53,7 @@ from .objects.sockets import Network
 from .space import Known
 from .stash import Changes
 from .subject import Refuse, Refused
+from .survey import WorldState
 from .template import Template
 
 _PR_GET_SECUREBITS, _PR_GET_TID_ADDRESS = 27, 40
@@ -164,7 +163,7 @@ class Capturing:
     def gather(self) -> None:
         """Ask everything that needs the tree to stand still. Raises UnsupportedState."""
         live, frozen = self.live, self.frozen
-        self.inside = _inside([live.init, *frozen.threads])
+        self.inside = inside_pids([live.init, *frozen.threads])
         self.table.inside.update(self.inside)
         stopped = {host: self.inside[host] for host in frozen.threads}
         with (
@@ -586,25 +585,6 @@ class Capturing:
             raise UnsupportedState(
                 f"the ended process {comm} had an {refused}", process=comm, object="credentials"
             ) from None
-
-
-@lru_cache(maxsize=1024)
-def _statuses(count: int) -> Questions:
-    ask = Questions()
-    for who in range(count):
-        ask.add(str(who), Kind.READ, "/proc/%2$d/status", who=who)
-    return ask
-
-
-def _inside(hosts: list[int]) -> dict[int, int]:
-    """Host pid -> pid inside, for those that still exist."""
-    answers = _statuses(len(hosts)).ask(hosts)
-    found = {}
-    for host, name in zip(hosts, answers.names, strict=True):
-        status = answers.get(name)
-        if status is not None:
-            found[host] = int(proc.Status(status)["NSpid"].split()[-1])
-    return found
 
 
 def _rseq_abort(memory: int, area: int, rip: int) -> int:

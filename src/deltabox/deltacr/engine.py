@@ -43,7 +43,7 @@ from .boot import First
 from .checkpoint import AtInstant
 from .groups import Groups
 from .ledger import Ledger
-from .live import Live, WorldState
+from .live import Live
 from .model import External
 from .network import Network, Networks
 from .objects import seccomp, terminals
@@ -52,6 +52,7 @@ from .peer import Loaded, Peer, PeerGone, ProgramFailed, end_task, own_task, pai
 from .records import SLOTS, WORLD_SLOT, Program, Sealed
 from .reports import Exit as Exit
 from .stash import duplicate, plan
+from .survey import WorldState
 from .template import Template
 
 log = logging.getLogger(__name__)

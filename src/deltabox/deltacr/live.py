@@ -17,17 +17,13 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from ..linux import cgroup, pidfd
 from ..linux import namespace as ns
 from ..linux import numbers as nr
-from ..linux.ask import Answers, Kind, Questions
+from ..linux.ask import Answers, Questions
 from ..linux.proc import (
-    INTERFACE_FILES,
-    NETWORK_FILES,
     ProcessInfo,
     describe_network,
     devices,
@@ -43,34 +39,15 @@ from .interrupted import Waits
 from .look import CommonLook
 from .model import Capture
 from .network import Network
-from .objects.mqueues import LIMITS, LIMITS_DIRECTORY, Queues
 from .peer import Loaded, Peer, PeerGone, ProgramFailed, Run, insist
-from .records import REQUEST_SLOT, Program, Ref, Sealed, Var
+from .records import REQUEST_SLOT, Program, Var
 from .reports import Exit, Reports
 from .space import Space
+from .survey import SURVEY, Survey, Surveying, WorldState, world_questions
 from .template import Template
 from .turns import Ahead
 
 FindFile = Callable[[int, bytes, int], Iterator[str]]
-
-
-@dataclass(frozen=True)
-class WorldState:
-    """What tells whether mounts or the network were changed inside."""
-
-    mounts: int
-    network: bytes
-
-
-@dataclass(frozen=True)
-class Survey:
-    """The state of a tree's namespaces."""
-
-    last_pid: int
-    hostname: bytes
-    domainname: bytes
-    ipc: dict[str, int]  # kind of System V object -> how many there are
-    queue_limits: tuple[int, ...]  # see objects/mqueues.py
 
 
 class Live:
@@ -107,7 +84,7 @@ class Live:
         self.ahead = Ahead()
         self._world: Questions | None = None
         self._common: CommonLook | None = None
-        self._surveying: _Surveying | None = None
+        self._surveying: Surveying | None = None
         self._survey: Loaded | None = None  # its next program
         self.handed: dict[str, int] = {}  # descriptors taken out of a restored PID 1
         self.on_end: Callable[[], None] = lambda: None
@@ -129,7 +106,7 @@ class Live:
         if self._world is None:
             has_network = bool(self.world.network)
             interfaces = devices(read(f"/proc/{self.init}/net/dev")) if has_network else []
-            self._world = _world_questions(tuple(interfaces), has_network)
+            self._world = world_questions(tuple(interfaces), has_network)
         asked = self._world.begin([self.init])
         answers: Answers | None = None
 
@@ -338,7 +315,7 @@ class Live:
     def surveying(self) -> Iterator[Callable[[], Survey]]:
         """PID 1 looks while something else is done; what is yielded waits for its answer."""
         with self.lock:
-            self._surveying = surveying = _Surveying(self)
+            self._surveying = surveying = Surveying(self.peer, self._take_survey())
             try:
                 yield surveying.answer
             finally:
@@ -349,11 +326,11 @@ class Live:
         """Load the next survey's program ahead of need."""
         with self.lock:
             if self._survey is None and not self._ended:
-                self._survey = Loaded(_SURVEY, self.slot + REQUEST_SLOT)
+                self._survey = Loaded(SURVEY, self.slot + REQUEST_SLOT)
 
-    def take_survey(self) -> Loaded:
+    def _take_survey(self) -> Loaded:
         loaded, self._survey = self._survey, None
-        return loaded or Loaded(_SURVEY, self.slot + REQUEST_SLOT)
+        return loaded or Loaded(SURVEY, self.slot + REQUEST_SLOT)
 
     def peer_pids(self, sockets: Sequence[int]) -> list[int]:
         """Whom SO_PEERCRED of each socket names, as a pid inside, also when it has ended."""
@@ -495,106 +472,8 @@ class Live:
         self.on_end()
 
 
-class _Surveying:
-    """A survey in progress; nothing else can be asked of PID 1 before it has answered."""
-
-    def __init__(self, live: Live) -> None:
-        self._peer = live.peer
-        self._survey: Survey | None = None
-        self._peer.lock.acquire()
-        self._waits = True
-        try:
-            self._run = self._peer.start(live.take_survey(), {})
-        except BaseException:
-            self._release()
-            raise
-
-    def _release(self) -> None:
-        self._waits = False
-        self._peer.lock.release()
-
-    def answer(self) -> Survey:
-        self.end()
-        if self._survey is None:
-            self._survey = _surveyed(self._run)
-        return self._survey
-
-    def end(self) -> None:
-        """Wait for the answer, whether anybody wants it or not."""
-        if self._waits:
-            try:
-                self._peer.answer(self._run)
-            finally:
-                self._release()
-
-
 _AT_ONCE = 200  # descriptors in one request
 _SO_PEERCRED = 17
-_BUFFER = 4096
-_NUMBER = 32
-_LAST_PID = "/proc/sys/kernel/ns_last_pid"
-_IPC = {
-    "shared memory segments": "/proc/sysvipc/shm",
-    "semaphore sets": "/proc/sysvipc/sem",
-    "message queues": "/proc/sysvipc/msg",
-}
-
-
-@lru_cache(maxsize=64)
-def _world_questions(interfaces: tuple[str, ...], network: bool) -> Questions:
-    """All that `mount_count` and `network_state` read."""
-    ask = Questions()
-    ask.add("mountinfo", Kind.READ, "/proc/%d/mountinfo")
-    for name in NETWORK_FILES if network else ():
-        ask.add(name, Kind.READ, f"/proc/%d/net/{name}")
-    for interface in interfaces:
-        for name in INTERFACE_FILES:
-            escaped = interface.replace("%", "%%")
-            path = f"/proc/%d/root/sys/class/net/{escaped}/{name}"
-            ask.add(f"{interface} {name}", Kind.READ, path)
-    return ask
-
-
-def _survey_program() -> tuple[Sealed, dict[str, Ref]]:
-    program = Program()
-    buffers = {"uname": program.data(bytes(_BUFFER))}
-    do = program.root
-    do.call(63, buffers["uname"], what="uname")
-    opened = program.variable()
-    queues = [f"{LIMITS_DIRECTORY}/{name}" for name in LIMITS]
-    for path in (_LAST_PID, *_IPC.values(), *queues):
-        size = _NUMBER if path in queues else _BUFFER
-        buffers[path] = program.data(bytes(size))
-        name, optional = program.text(path), path in queues
-        do.call(nr.OPENAT, -100, name, 0, save=opened, may_fail=optional, what=f"open {path}")
-        if optional:  # the kernel may have none
-            do.skip_if_error(opened, 2)
-        do.call(nr.READ, opened, buffers[path], size)
-        do.call(nr.CLOSE, opened)
-    return program.seal(), buffers
-
-
-_SURVEY, _BUFFERS = _survey_program()
-
-
-def _surveyed(run: Run) -> Survey:
-    def text(name: str) -> bytes:
-        at = _BUFFERS[name].offset
-        size = _NUMBER if name.startswith(LIMITS_DIRECTORY) else _BUFFER
-        return bytes(run.memory[at : at + size]).rstrip(b"\0")
-
-    uname = run.memory[_BUFFERS["uname"].offset :][:390]
-    fields = [uname[i * 65 : (i + 1) * 65].split(b"\0")[0] for i in range(6)]
-    return Survey(
-        last_pid=int(text(_LAST_PID)),
-        hostname=fields[1],
-        domainname=fields[5],
-        queue_limits=tuple(
-            int(text(f"{LIMITS_DIRECTORY}/{name}") or default)
-            for name, default in zip(LIMITS, Queues().limits, strict=True)
-        ),
-        ipc={name: max(0, text(path).count(b"\n") - 1) for name, path in _IPC.items()},
-    )
 
 
 def _gaps(numbers: Sequence[int]) -> list[tuple[int, int]]:
