@@ -99,7 +99,8 @@ def _warm(live: Live) -> None:
 def _watch(live: Live, spaces: dict[int, Space]) -> None:
     """Stop the tree for a moment, to have those that are new make their watchers."""
     common = live.common()
-    with live.lock, freeze(live, functools.partial(undisturbed, waits=live.waits)) as frozen:
+    put_back = functools.partial(undisturbed, waits=live.waits)
+    with live.lock, freeze(live, put_back, limit=0) as frozen:
         for pid, space in spaces.items():
             if space.host in frozen.threads and not space.watched:
                 _watch_one(space, pid, frozen, common)

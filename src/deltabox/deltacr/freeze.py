@@ -62,16 +62,22 @@ class _Unstoppable(Exception):
 
 
 @contextlib.contextmanager
-def freeze(live: Live, put_back: Callable[[Frozen], None]) -> Iterator[Frozen]:
+def freeze(
+    live: Live, put_back: Callable[[Frozen], None], *, limit: float = _LIMIT
+) -> Iterator[Frozen]:
     """Everything but PID 1 is stopped inside the `with`. The caller's thread is the tracer.
+
+    CheckpointError when that did not succeed within `limit` seconds. With a limit of 0 it is tried
+    once, and not at all while somebody is in vfork: even an attempt may be noticed then.
 
     `put_back` is called before every thaw, also after an attempt that has failed: interrupted
     calls are put right there. Some of the threads may not be stopped then.
     """
-    deadline = time.monotonic() + _LIMIT
+    deadline = time.monotonic() + limit
     moment = 0.001
     while True:
-        _await_vforks(live)
+        if not _await_vforks(live, min(limit, _VFORK_LIMIT)) and not limit:
+            raise CheckpointError("a program is just being started")
         frozen = Frozen(began=time.monotonic())
         try:
             _stop_all(live, frozen)
@@ -81,7 +87,7 @@ def freeze(live: Live, put_back: Callable[[Frozen], None]) -> Iterator[Frozen]:
         except _Unstoppable as error:
             _give_up(frozen, put_back)
             if time.monotonic() > deadline:
-                raise CheckpointError(f"{error} did not stop within {_LIMIT:.0f} s") from None
+                raise CheckpointError(f"{error} did not stop within {limit:.0f} s") from None
             time.sleep(moment)
             moment = min(2 * moment, 0.1)
         except BaseException:
@@ -147,15 +153,17 @@ def _await(frozen: Frozen, waiting: dict[int, int]) -> None:
             raise _Unstoppable(f"thread {tid} of host process {pid}")
 
 
-def _await_vforks(live: Live) -> None:
-    """Wait for a moment when no thread is in vfork; where there is none, go on without."""
-    until = time.monotonic() + _VFORK_LIMIT
+def _await_vforks(live: Live, limit: float) -> bool:
+    """Wait for a moment when no thread is in vfork; whether there was one."""
+    until = time.monotonic() + limit
     while True:
         tids = [tid for _, tid in _tasks(live)]
         answers = _stats(len(tids)).ask(tids)
         waiting = [t for t, name in zip(tids, answers.names, strict=True) if _waits(answers, name)]
-        if time.monotonic() > until or not any(_in_vfork(tid) for tid in waiting):
-            return
+        if not any(_in_vfork(tid) for tid in waiting):
+            return True
+        if time.monotonic() > until:
+            return False
         time.sleep(0.001)
 
 

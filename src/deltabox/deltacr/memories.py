@@ -129,7 +129,11 @@ class Memories:
         """What the template has to read."""
         space, present = self._spaces[host], self.of(host).present
         whole = present.unguarded() if present.guarded else present
-        return Changes(space.changes(self._template), whole, space.compared)
+        # what was written and is gone by now may not even be readable
+        pages = space.changes(self._template)
+        if len(pages):
+            pages = bulk.common(pages, whole)
+        return Changes(pages, whole, space.compared)
 
 
 def same_mappings(

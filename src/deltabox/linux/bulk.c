@@ -145,6 +145,29 @@ long bulk_unshared(int mine, int theirs, const struct region *regions, const int
 	return found;
 }
 
+/* What is in both of two sorted lists of regions. */
+long bulk_common(const struct region *a, long a_count, const struct region *b, long b_count,
+		 struct region *out, long room)
+{
+	long found = 0;
+
+	for (long i = 0, k = 0; i < a_count && k < b_count;) {
+		u64 low = a[i].start > b[k].start ? a[i].start : b[k].start;
+		u64 high = a[i].end < b[k].end ? a[i].end : b[k].end;
+
+		if (low < high) {
+			if (found == room)
+				return -E2BIG;
+			out[found++] = (struct region){ low, high, 0 };
+		}
+		if (a[i].end < b[k].end)
+			i++;
+		else
+			k++;
+	}
+	return found;
+}
+
 /* -- lists of ranges ----------------------------------------------------------------------------- */
 
 struct row { u64 start, end; int64_t shift; };          /* where a stretch of addresses is kept */

@@ -26,7 +26,7 @@ _LONGEST = 4 << 20  # bytes in one entry of an iovec
 
 library = ctypes.CDLL(str(LIBRARY), use_errno=False)
 _c = library
-for _name in ("bulk_present", "bulk_written", "bulk_unshared", "bulk_translate"):
+for _name in ("bulk_present", "bulk_written", "bulk_unshared", "bulk_translate", "bulk_common"):
     getattr(_c, _name).restype = ctypes.c_long
 
 Area = tuple[int, int, bool]  # start, end, whether a file is mapped there
@@ -175,6 +175,24 @@ def unshared(mine: int, theirs: int, regions: Regions, shifts: Sequence[int]) ->
         found = array("Q")
         found.frombytes(memoryview(buffer)[: 24 * got])
         return Regions(found)
+
+
+def common(one: Regions, other: Regions) -> Regions:
+    """What is in both."""
+    room = len(one) + len(other)
+    if not room:
+        return one
+    buffer = ctypes.create_string_buffer(room * 24)
+    got = _c.bulk_common(
+        ctypes.c_void_p(one.packed.buffer_info()[0]),
+        ctypes.c_long(len(one)),
+        ctypes.c_void_p(other.packed.buffer_info()[0]),
+        ctypes.c_long(len(other)),
+        buffer,
+        ctypes.c_long(room),
+    )
+    _check(got)
+    return _regions(memoryview(buffer), 0, got)
 
 
 Row = tuple[int, int, int]  # start, end, shift to where it is kept
