@@ -119,14 +119,17 @@ def _stop_all(live: Live, frozen: Frozen) -> None:
             return
         known |= fresh.keys()
         waiting: dict[int, int] = {}
+        # main threads last: as long as one is not traced, signals that it ignores are not sent
+        order = sorted(fresh, key=lambda tid: tid == fresh[tid])
         try:
-            refused = stop.seize(list(fresh), ptrace.O_TRACESYSGOOD)
+            refused = dict(zip(order, stop.seize(order, ptrace.O_TRACESYSGOOD), strict=True))
         finally:
             for tid, pid in fresh.items():
                 # ours from here on: whatever happens next, the thaw must let it go
                 frozen.threads.setdefault(pid, []).append(tid)
                 frozen.stops[tid] = 0
-        for (tid, pid), error in zip(fresh.items(), refused, strict=True):
+        for tid, pid in fresh.items():
+            error = refused[tid]
             if error:
                 _forget(frozen, tid)
                 _check_refused(tid, error)

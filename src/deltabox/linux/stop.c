@@ -68,14 +68,18 @@ long bulk_tasks(const char *procs, s32 *pairs, long room)
 	return found;
 }
 
-/* Seize and interrupt; results are 0 or -errno of the one that failed (of seize: not ours). */
+/*
+ * Seize all, and only then interrupt them: a thread that was interrupted takes no more signals, so
+ * the next one, not ours yet, would be woken for them, and its call would end with EINTR.  Results
+ * are 0 or -errno of a seize that failed (the thread is not ours).
+ */
 void bulk_seize(const s32 *tids, long count, u64 options, s32 *results)
 {
-	for (long i = 0; i < count; i++) {
+	for (long i = 0; i < count; i++)
 		results[i] = ptrace(PTRACE_SEIZE, tids[i], 0, options) ? -errno : 0;
+	for (long i = 0; i < count; i++)
 		if (!results[i])
 			ptrace(PTRACE_INTERRUPT, tids[i], 0, 0);
-	}
 }
 
 /*
