@@ -554,6 +554,8 @@ class _Compiler:
                 thread.rseq.signature,
                 what="rseq",
             )
+        if leader:
+            signals.unblock_ignored(program, do, process)
         if local is None:
             do.barrier(_READY, self.running + 1)
         else:

@@ -19,6 +19,8 @@ SIGACTION_SIZE = 32
 ALTSTACK_SIZE = 24
 _DEFAULT = bytes(SIGACTION_SIZE)
 _UNSETTABLE = (9, 19)
+_IGNORE = 1
+_IGNORED_BY_DEFAULT = (17, 23, 28)  # SIGCHLD, SIGURG, SIGWINCH
 
 
 def capture_calls(buffer: int) -> list[tuple[int, ...]]:
@@ -61,6 +63,22 @@ def restore_handlers(program: Program, do: Sequence, process: Process) -> None:
     for index, action in enumerate(process.sigactions):
         if action[:8] != _DEFAULT[:8] and index + 1 not in _UNSETTABLE:
             do.call(nr.RT_SIGACTION, index + 1, program.data(action), 0, 8, what="sigaction")
+
+
+def unblock_ignored(program: Program, do: Sequence, process: Process) -> None:
+    """Let the main thread's mask lie open for what is ignored anyway, before anybody goes on.
+
+    A blocked signal is never ignored (sig_ignored() in kernel/signal.c), but queued: a child that
+    ends while its parent's main thread is still on its way out would wake another thread, whose
+    sigtimedwait(2) would end with EINTR.
+    """
+    ignored = 0
+    for index, action in enumerate(process.sigactions):
+        handler = handler_of(action)[0]
+        if handler == _IGNORE or (handler == 0 and index + 1 in _IGNORED_BY_DEFAULT):
+            ignored |= 1 << index
+    mask = ((1 << 64) - 1) & ~(ignored & ~process.threads[0].sigmask)
+    do.call(nr.RT_SIGPROCMASK, 2, program.data(struct.pack("<Q", mask)), 0, 8, what="ignored")
 
 
 def drop_child_signal(program: Program, do: Sequence, none: Ref, mask: Ref) -> None:
