@@ -18,6 +18,7 @@ restored program, and ends all others with `RolledBack`. That is the whole rule;
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import stat
@@ -204,7 +205,8 @@ class Box:
                 if 0 not in stdio:
                     stdio[0] = self._null(live)
                     ends[0] = stdio[0]
-                pid = live.spawn(
+                spawn = functools.partial(
+                    live.spawn,
                     argv=argv,
                     env=env,
                     cwd=cwd,
@@ -214,6 +216,12 @@ class Box:
                     stdio=stdio,
                     controlled=handle.terminal is not None,
                 )
+                try:
+                    pid = spawn()
+                except BlockingIOError:
+                    # where limits are a tree's, an old process tree that is ending counts as well
+                    self.tree.background.flush()
+                    pid = spawn()
             except BaseException as error:
                 with self.changed:
                     self._spawned()
