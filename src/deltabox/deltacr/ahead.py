@@ -50,8 +50,18 @@ class _NoGhosts:
         raise Refused(path)
 
 
-def work(live: Live, *, owner: int, base: int, born: float, reference: int) -> None:
-    """Get as far as possible. Raises what a checkpoint would; nothing depends on it."""
+def work(
+    live: Live,
+    *,
+    base: int,
+    born: float,
+    reference: int,
+    has_room: Callable[[int], bool],
+) -> None:
+    """Get as far as possible. Raises what a checkpoint would; nothing depends on it.
+
+    A sandbox of which no checkpoint was taken yet is copied whole, if `has_room` for so many bytes.
+    """
     if not userfaultfd.supported():
         return
     calm = live.ahead.undisturbed()
@@ -71,7 +81,7 @@ def work(live: Live, *, owner: int, base: int, born: float, reference: int) -> N
             if not may or not space.watched or not calm():
                 return
             found[pid], present[pid] = _look(live, space, pid, names)
-    _copy(live, spaces, found, present, reference, calm)
+    _copy(live, spaces, found, present, reference, calm, has_room)
 
 
 def _settled(host: int) -> bool:
@@ -157,6 +167,7 @@ def _copy(
     present: dict[int, Regions],
     reference: int,
     calm: Callable[[], bool],
+    has_room: Callable[[int], bool],
 ) -> None:
     """Have the next checkpoint's template read what was written."""
     with live.ahead.step() as may:
@@ -182,6 +193,9 @@ def _copy(
         feeding = feed(processes, stash, template.stash, reference, changes)
         try:
             whole = sum(stash.sizes().values())
+            if template.stash is None and not has_room(whole):
+                feeding.close()
+                return
             template.resize(own=whole, whole=whole)
             run = template.peer.run(feeding.program.seal(), 0, feeding.fds)
         except BaseException:

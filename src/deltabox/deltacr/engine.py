@@ -149,6 +149,8 @@ class Tree:
         self._io_uring = io_uring
         self.reference = -1  # a root over the base alone, which nobody writes to
         self.base = -1  # a descriptor of the base's root, once the keeper has mounted it
+        # whether so many bytes may be taken for what nobody has asked for yet
+        self.has_room: Callable[[int], bool] = lambda size: True
         self.born = time.time()
         self._lives: set[Live] = set()
         self._blanks: deque[Template] = deque()
@@ -314,12 +316,20 @@ class Tree:
             return taken
 
     def close(self) -> None:
-        """End what is left of the tree."""
+        """End what is left of the tree: all that can be, if something goes wrong."""
         with self._lock:
             self._closed = True
             lives = list(self._lives)
-        for live in lives:
-            live.end()
+        with contextlib.ExitStack() as steps:  # the last of them first
+            steps.callback(self.groups.remove)
+            steps.callback(os.close, self.userns)
+            steps.callback(self._maker.close)
+            steps.callback(self._close_networks)
+            steps.callback(self._close_templates)
+            for live in lives:
+                steps.callback(live.end)
+
+    def _close_templates(self) -> None:
         with self._refill_lock:  # whoever makes something ahead has seen `_closed` afterwards
             self._blanks.clear()
         with self._lock:
@@ -328,12 +338,11 @@ class Tree:
             template.kill()
         for template in templates:
             template.close()
+
+    def _close_networks(self) -> None:
         for network in self._networks:
             network.close()
         self._networks.clear()
-        self._maker.close()
-        os.close(self.userns)
-        self.groups.remove()
 
     # -- inner --------------------------------------------------------------------------------
 
@@ -441,10 +450,10 @@ class Tree:
             self.prepare(live)
             ahead.work(
                 live,
-                owner=self.owner,
                 base=self.base,
                 born=self.born,
                 reference=self.reference,
+                has_room=self.has_room,
             )
         except (OSError, ProgramFailed, PeerGone, DeltaBoxError) as error:
             log.info("the next checkpoint will have more to do: %s", error)
@@ -453,15 +462,18 @@ class Tree:
         """Make the template of a live tree's next checkpoint ahead; for the caller's background.
 
         It is a fork of the last one. After a few generations of that it is a full copy instead,
-        because the kernel's forks get slower with every generation.
+        because the kernel's forks get slower with every generation. The first is blank.
         """
         base = live.base
-        if live.successor is not None or base is None or base.closed:
+        if live.successor is not None or (base is not None and base.closed):
             return
         try:
-            self._gather(base)
-            old = base.depth >= _GENERATIONS
-            made = self._copy_of(base) if old else self._fork_of(base)
+            if base is None:
+                made = self._take_blank()
+            else:
+                self._gather(base)
+                old = base.depth >= _GENERATIONS
+                made = self._copy_of(base) if old else self._fork_of(base)
         except (OSError, ProgramFailed, PeerGone, CheckpointError) as error:
             log.info("the next checkpoint will be a full copy: %s", error)
             return

@@ -152,7 +152,7 @@ class Live:
         for host in [host for host in self.spaces if host not in hosts]:
             self.spaces.pop(host).close()
 
-    def keep_successor(self, base: Template, made: Template) -> bool:
+    def keep_successor(self, base: Template | None, made: Template) -> bool:
         """Keep a template for the next checkpoint; False when it comes too late."""
         with self._end_lock:
             if self._ended or self.successor is not None or self.base is not base:
@@ -466,10 +466,13 @@ class Live:
         for fd in (self.root, self.pidfd, *self.handed.values()):
             if fd >= 0:
                 os.close(fd)
-        self.thaw()
+        insist(self.thaw)  # or the group would be lost
+        insist(self._await_empty)
+        self.on_end()
+
+    def _await_empty(self) -> None:
         if not cgroup.wait_event(self.group, b"populated 0", 10.0):
             raise PeerGone(f"{self.group.name} still has members")
-        self.on_end()
 
 
 _AT_ONCE = 200  # descriptors in one request

@@ -138,6 +138,11 @@ class Budget:
         if passed is not None:
             raise NoSpace(passed)
 
+    def has_room(self, size: int) -> bool:
+        """Whether checkpoints may hold so many bytes more, and the host has them to give."""
+        left = self._meminfo.bytes(b"MemAvailable") - self.floor
+        return size <= min(left, self.max_memory - self.memory)
+
     def _passed(self) -> str | None:
         """What is to be said of the limit that is passed."""
         if self.memory > self.max_memory:

@@ -416,6 +416,22 @@ def read(
     Returns what is removed from the buffer; b"" at the end of the stream. When the time is over
     nothing is removed.
     """
+    data = _read(box, number, stream, how, pattern, flags, text, timeout, attach)
+    box.tree.touch(box)  # the caller has an answer, and is likely to think about it
+    return data
+
+
+def _read(
+    box: Box,
+    number: int,
+    stream: str,
+    how: str,
+    pattern: bytes,
+    flags: int,
+    text: bool,
+    timeout: float | None,
+    attach: Attach,
+) -> bytes:
     deadline = None if timeout is None else time.monotonic() + timeout
     searching: Unread | None = None
     with box.calling(attach) as call, box.changed:

@@ -56,8 +56,11 @@ class Journal:
         self._write({"op": "made", "kind": kind, "value": value})
 
     def gone(self, kind: str, value: str) -> None:
-        """It has been removed."""
-        self._write({"op": "gone", "kind": kind, "value": value})
+        """It has been removed. On a full disk that goes unsaid: what is not there is not missed."""
+        try:
+            self._write({"op": "gone", "kind": kind, "value": value})
+        except OSError as error:
+            log.warning("the journal does not know that %s has gone: %s", value, error)
 
     def _write(self, entry: dict[str, Any]) -> None:
         line = json.dumps(entry | self._writer) + "\n"

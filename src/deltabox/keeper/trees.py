@@ -170,6 +170,7 @@ class Tree:
             self.base_fd = root.base_mount(base, self.engine.userns)
             undo.callback(os.close, self.base_fd)
             self.engine.base = self.base_fd
+            self.engine.has_room = budget.has_room
             self.engine.reference = root.root_mount(
                 self.base_fd, self.image.blank(), self.engine.userns, self.owner
             )
