@@ -97,12 +97,7 @@ class Standby:
     def want(self, box: Box, node: Node, budget: Budget) -> None:
         """The sandbox is likely to go back to this checkpoint: be ready when there is time."""
         self._budget = budget
-        template = node.template
-        if (
-            0 < waiting_bytes(template) <= self.limit
-            and node.saved.author == box.number
-            and may_wait(template, network=self._tree.network)
-        ):
+        if self.limit and node.saved.author == box.number:
             self._tree.background.quietly(box.number, self._make, box, node)
 
     def take(self, box: Box, node: Node) -> Revived | None:
@@ -182,8 +177,11 @@ class Standby:
         return fit
 
     def _make(self, box: Box, node: Node) -> None:
-        """In the background."""
-        tree = self._tree
+        """In the background, which also has the programs compiled that the size depends on."""
+        tree, template = self._tree, node.template
+        size = waiting_bytes(template)
+        if not 0 < size <= self.limit or not may_wait(template, network=tree.network):
+            return
         with self._lock:
             there = next((w for w in self._waiting if w.box is box and w.node is node), None)
             if there is not None:
@@ -192,7 +190,6 @@ class Standby:
                 return
         if box.closing or not self.yield_memory():
             return
-        size = waiting_bytes(node.template)
         try:
             with tree.pinned(node.number) as pinned, self._making:
                 self._target = (box, pinned)
