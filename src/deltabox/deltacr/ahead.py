@@ -1,7 +1,8 @@
 """What is done for the next checkpoint while nobody waits: watch, look for writes, copy them.
 
-But for a moment in which processes that are met for the first time are stopped to be watched, all
-of it is done to a tree that runs.  Looking protects the pages that it finds written, and what is
+But for the moment of a rehearsal, all of it is done to a tree that runs.  In a rehearsal a tree of
+which everybody waits is stopped, and processes are watched that were not, and asked what only they
+can tell; if they go on waiting the checkpoint need not ask again (told.py).  Looking protects the pages that it finds written, and what is
 written again is found again: so a page that was copied at any moment is either as it was then or
 found by the next look (space.py).  Names of files, pages and mappings may change meanwhile as well;
 the checkpoint looks at all of that again, and reads what is not as it was.
@@ -23,8 +24,8 @@ from ..linux import bulk, proc, stop, userfaultfd
 from ..linux.bulk import Regions
 from . import memory
 from .checkpoint import undisturbed
-from .freeze import Frozen, freeze
-from .inject import Injection
+from .freeze import freeze
+from .inject import NoRoom
 from .live import Live
 from .look import CommonLook, Look, questions
 from .memories import refusing, same_mappings
@@ -32,9 +33,10 @@ from .model import PAGE, Mapping, Process
 from .names import Names
 from .objects import attributes, seccomp
 from .space import Space
-from .stash import Changes, Pull, feed, plan
+from .stash import Changes, Held, Pull, feed, plan
 from .subject import Refused
 from .template import Template
+from .told import Witness, ask, sleeping
 
 _PIECE = 8 << 20  # bytes copied in one go
 _YOUNG = 0.1  # seconds
@@ -57,31 +59,37 @@ def work(
     born: float,
     reference: int,
     has_room: Callable[[int], bool],
-) -> None:
-    """Get as far as possible. Raises what a checkpoint would; nothing depends on it.
+    rested: bool,
+) -> bool:
+    """Get as far as possible; whether there will be more to do soon, when processes are older.
 
-    A sandbox of which no checkpoint was taken yet is copied whole, if `has_room` for so many bytes.
+    Raises what a checkpoint would; nothing depends on it. A sandbox of which no checkpoint was
+    taken yet is copied whole, if `has_room` for so many bytes. `rested`: nobody has wanted anything
+    for a while, and is not likely to now.
     """
     if not userfaultfd.supported():
-        return
+        return False
     calm = live.ahead.undisturbed()
     with live.ahead.step() as may:
         if not may:
-            return
-        _warm(live)
+            return False
+        threads = _warm(live)
         spaces = {pid: live.space(host, pid) for pid, host in live.hosts().items()}
-        unwatched = {pid: s for pid, s in spaces.items() if not s.watched and _settled(s.host)}
-        if unwatched:
-            _watch(live, unwatched)
+        young = any(not s.watched and not _settled(s.host) for s in spaces.values())
+        if rested and not young:
+            _rehearse(live, spaces, threads)
+        elif any(not s.watched and _settled(s.host) for s in spaces.values()):
+            _ask_all(live, {pid: s for pid, s in spaces.items() if not s.watched})
     names = Names(live.root, base, born, _NoGhosts())
     found: dict[int, tuple[Mapping, ...]] = {}
     present: dict[int, Regions] = {}
     for pid, space in spaces.items():
         with live.ahead.step() as may:
             if not may or not space.watched or not calm():
-                return
+                return young
             found[pid], present[pid] = _look(live, space, pid, names)
     _copy(live, spaces, found, present, reference, calm, has_room)
+    return young
 
 
 def _settled(host: int) -> bool:
@@ -93,61 +101,81 @@ def _settled(host: int) -> bool:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began > _YOUNG
 
 
-def _warm(live: Live) -> None:
-    """Ask what does not change, and have the kernel make its entries of /proc for new processes."""
+def _warm(live: Live) -> dict[int, list[int]]:
+    """Ask what does not change, and have the kernel make its entries of /proc for new processes.
+
+    The threads by their process, all by host ids, leaders first.
+    """
     live.common()
     live.prepare_survey()
     with live.world_now() as world:
         world()
-    threads: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = {}
     for pid, tid in stop.tasks(live.group):
-        threads.setdefault(pid, []).append(tid)
-    for pid, tids in threads.items():
-        questions(len(tids)).ask([pid, *(tid for tid in tids if tid != pid)][: len(tids)])
+        found.setdefault(pid, []).append(tid)
+    threads = {pid: [pid, *(tid for tid in tids if tid != pid)] for pid, tids in found.items()}
+    for tids in threads.values():
+        questions(len(tids)).ask(tids)
+    return threads
 
 
-def _watch(live: Live, spaces: dict[int, Space]) -> None:
-    """Stop the tree for a moment, to have those that are new make their watchers."""
+def _rehearse(live: Live, spaces: dict[int, Space], threads: dict[int, list[int]]) -> None:
+    """Ask those that have moved since they were asked, if everybody waits."""
+    now = sleeping([tid for tids in threads.values() for tid in tids])
+    if not all(waits for waits, _ in now.values()):
+        return
+    counts = {
+        host: {tid: now[tid][1] for tid in tids if tid in now} for host, tids in threads.items()
+    }
+    moved = {pid: s for pid, s in spaces.items() if not s.is_asleep(counts.get(s.host, {}))}
+    if moved:
+        _ask_all(live, moved)
+
+
+def _ask_all(live: Live, spaces: dict[int, Space]) -> None:
+    """Stop the tree for a moment, to have these be watched and asked."""
     common = live.common()
     put_back = functools.partial(undisturbed, waits=live.waits)
     with live.lock, freeze(live, put_back, limit=0) as frozen:
         for pid, space in spaces.items():
-            if space.host in frozen.threads and not space.watched:
-                _watch_one(space, pid, frozen, common)
+            tids = frozen.threads.get(space.host, [])
+            if space.host in tids and not any(frozen.stops[tid] for tid in tids):
+                _ask(live, space, pid, tids, common)
 
 
-def _watch_one(space: Space, pid: int, frozen: Frozen, common: CommonLook) -> None:
+def _ask(live: Live, space: Space, pid: int, threads: list[int], common: CommonLook) -> None:
     host = space.host
-    tids = [host, *(tid for tid in frozen.threads[host] if tid != host)]
-    if host not in frozen.threads[host]:
-        return
+    tids = [host, *(tid for tid in threads if tid != host)]
     look, refuse = Look(tids), refusing(host, pid)
     attributes.check_before_asking(host, tids, look, common, refuse)
-    if seccomp.is_under(look.thread(host).status, common.filters):
-        seccomp.suspend(host)
-    known = space.map(refuse)
+    for tid in tids:
+        if seccomp.is_under(look.thread(tid).status, common.filters):
+            seccomp.suspend(tid)
+    space.drain()
+    known = space.known
+    if known is None or known.vdso != look.vdso:
+        known = space.map(refuse)
     memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
     try:
-        with Injection(
-            leader=host,
-            memory=memory_fd,
-            gap=known.gap,
-            vdso=known.vdso,
-            ignores_trap=bool(int(look.status["SigIgn"], 16) >> 4 & 1),
-        ) as injection:
-            space.watch(injection)
+        try:
+            told = ask(known, host, look, tids, [], memory_fd, space.watch)
+        except NoRoom:
+            told = ask(space.map(refuse), host, look, tids, [], memory_fd, space.watch)
+        seen = space.seen
+        if not seen:  # everything counts as written, and must not seem to have been so since
+            bare = space.map(refuse).bare
+            space.look(bare, space.present(bare), *_base(live, pid))
+        space.remember(told, Witness.of(look, tids, memory_fd), mapped=not seen)
     finally:
         os.close(memory_fd)
 
 
 def _look(live: Live, space: Space, pid: int, names: Names) -> tuple[tuple[Mapping, ...], Regions]:
     """Find out what the process has mapped, and what it has written; protect that."""
-    base = live.base
-    held = base.stash.of(pid) if base is not None and base.stash is not None else {}
     refuse = refusing(space.host, pid)
     known = space.map(refuse)
     present = space.present(known.bare)
-    space.look(known.bare, present, held, base)
+    space.look(known.bare, present, *_base(live, pid))
     answers = names.look(known.paths)
     found = same_mappings(space, known, present, answers, names)
     if found is None:
@@ -158,6 +186,12 @@ def _look(live: Live, space: Space, pid: int, names: Names) -> tuple[tuple[Mappi
         if all(names.is_settled(m) for m in found):
             space.learn(present, answers, found)
     return found, present.unguarded() if present.guarded else present
+
+
+def _base(live: Live, pid: int) -> tuple[dict[int, Held], Template | None]:
+    """What the last checkpoint's template holds of a process, and that template."""
+    base = live.base
+    return base.stash.of(pid) if base is not None and base.stash is not None else {}, base
 
 
 def _copy(

@@ -8,22 +8,23 @@ has been changed.
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ..errors import UnsupportedState
-from ..linux import numbers as nr
 from ..linux import pidfd, proc, userfaultfd
 from ..linux.ptrace import Registers
 from . import memory
 from .descriptors import DescriptorTable
 from .freeze import Frozen, in_interpreter
-from .inject import DATA, Injection, NoRoom
+from .inject import Injection, NoRoom
 from .interrupted import UnknownCall
 from .live import Live
-from .look import Look, inside_pids
+from .look import Look
 from .memories import Memories, refusing
 from .model import (
     Capture,
@@ -39,7 +40,6 @@ from .names import Names
 from .objects import (
     attributes,
     credentials,
-    locked,
     mqueues,
     remains,
     seccomp,
@@ -50,43 +50,32 @@ from .objects import (
 )
 from .objects.ghosts import Attic, Ghosts
 from .objects.sockets import Network
-from .space import Known
 from .stash import Changes
 from .subject import Refuse, Refused
 from .survey import WorldState
 from .template import Template
+from .told import (
+    BRK_RESULT,
+    CARRIED_AT,
+    ITIMERS_AT,
+    MOST_TIMERS,
+    PROCESS_CALLS,
+    TIMERS_AT,
+    Told,
+    Witness,
+    ask,
+    rseq_abort,
+)
 
-_PR_GET_SECUREBITS, _PR_GET_TID_ADDRESS = 27, 40
 # Fields of a thread that are restored on the last steps, after a stopped job has stopped.
 _SET_LAST = (
     *("registers", "xstate", "sigmask", "altstack", "rseq", "memory", "seccomp", "blocked"),
 )
 
-# Calls for injection, in the order of their answers; buffers are offsets from DATA.
-_ITIMERS_AT = signals.SIGNALS * signals.SIGACTION_SIZE
-_TIMERS_AT = _ITIMERS_AT + 3 * timers.ITIMER_SIZE
-_CARRIED_AT = 4096 - attributes.PROCESS_AREA
-_PROCESS_CALLS = (
-    *signals.capture_calls(DATA),
-    *timers.capture_calls(DATA + _ITIMERS_AT),
-    (nr.BRK, 0),
-    *attributes.process_calls(DATA + _CARRIED_AT),
-)
-_BRK_RESULT = signals.SIGNALS + len(timers.ITIMERS)
-_THREAD_AT = 4096  # behind what the process is asked for
-_THREAD_CALLS = (
-    (nr.SIGALTSTACK, 0, DATA + _THREAD_AT),
-    (nr.PRCTL, _PR_GET_TID_ADDRESS, DATA + _THREAD_AT + 32),
-    (nr.PRCTL, _PR_GET_SECUREBITS),
-    *attributes.thread_calls(DATA + _THREAD_AT + 64),
-)
-_MAIN_CALLS = (*_THREAD_CALLS, *_PROCESS_CALLS)
-_THREAD_BUFFER = 64 + attributes.THREAD_AREA
-
 
 @dataclass(frozen=True)
-class _Told:
-    """What one thread has told: the results of `_THREAD_CALLS`, and their buffer."""
+class _Going:
+    """What one thread has told, and how it will go on."""
 
     results: tuple[int, ...]
     buffer: bytes
@@ -106,13 +95,11 @@ class _Gathered:
     look: Look
     refuse: Refuse
     descriptors: tuple[Descriptor, ...]
-    results: tuple[int, ...]  # of `_PROCESS_CALLS` and the settings of its timers
-    buffer: bytes
+    told: Told
     timers: list[PosixTimer]
-    threads: dict[int, _Told]
-    lock_future: int
-    mappings: tuple[Vma, ...]
+    threads: dict[int, _Going]
     names: tuple[tuple[str, int], tuple[str, int], str]  # executable, directory, root
+    mappings: tuple[Vma, ...] = ()
 
 
 class Capturing:
@@ -146,6 +133,7 @@ class Capturing:
         self.table = DescriptorTable(live, owner, externals, self.ghosts, network)
         self.changes: dict[int, Changes] = {}  # by pid inside: which pages may have changed
         self.inside: dict[int, int] = {}
+        self.looks: dict[int, Look] = {}  # by host pid
         self.gathered: list[_Gathered] = []
         self._processes: list[Process] | None = None
         self._zombies_found: list[Process] = []
@@ -162,15 +150,13 @@ class Capturing:
 
     def gather(self) -> None:
         """Ask everything that needs the tree to stand still. Raises UnsupportedState."""
-        live, frozen = self.live, self.frozen
-        self.inside = inside_pids([live.init, *frozen.threads])
-        self.table.inside.update(self.inside)
-        stopped = {host: self.inside[host] for host in frozen.threads}
-        with (
-            live.surveying() as survey,
-            Memories(live, stopped, self.names, self.template) as self._memories,
-            live.world_now() as world,
-        ):
+        live = self.live
+        with live.surveying() as survey, live.world_now() as world, ExitStack() as stack:
+            self._look()
+            memories = Memories(live, self.inside, self.names, self.template)
+            self._memories = stack.enter_context(memories)
+            self.inside[live.init] = 1
+            self.table.inside.update(self.inside)
             self.common = live.common()
             try:
                 self._gather_all()
@@ -180,6 +166,12 @@ class Capturing:
             self.survey = survey()
         self._check_survey()
 
+    def _look(self) -> None:
+        """See all that can be seen from outside."""
+        for host, tids in self.frozen.threads.items():
+            look = self.looks[host] = Look([host, *(tid for tid in tids if tid != host)])
+            self.inside[host] = _inside(look.status)
+
     def _gather_all(self) -> None:
         try:
             self.table.queues.look()
@@ -187,8 +179,10 @@ class Capturing:
             raise UnsupportedState(
                 f"the sandbox holds {refused}", pid=1, process="init", object="message queue"
             ) from None
-        for host in self.frozen.threads:
-            self.gathered.append(self._gather(host))
+        asked = [self._gather(host) for host in self.frozen.threads]
+        self.gathered = [replace(g, mappings=self._mappings(g.host, g.refuse)) for g in asked]
+        for g in self.gathered:
+            self.changes[g.pid] = self._memories.changes(g.host)
         self._zombies_found = self._zombies()
         self.table.inside |= {z.host_pid: z.pid for z in self._zombies_found}
         self.table.settle()
@@ -256,59 +250,44 @@ class Capturing:
         pid = self.inside[host]
         tids = self.frozen.threads[host]
         tids = [host, *(t for t in tids if t != host)]
-        look = Look(tids)
+        look = self.looks[host]
         refuse = refusing(host, pid)
         if host not in self.frozen.threads[host]:
             raise refuse("has ended its main thread while others run on", "thread")
         self._check_process(host, tids, look, refuse)
         self.table.inside[look.stat.pgrp] = int(look.status["NSpgid"].split()[-1])
         for tid in tids:
-            self.table.inside[tid] = int(look.thread(tid).status["NSpid"].split()[-1])
+            self.table.inside[tid] = _inside(look.thread(tid).status)
         descriptors = self.table.of_process(host, look, refuse)
         try:
             posix = timers.listed(look.answers["timers"])
         except timers.Refused as refused:
             raise refuse(f"has {refused}", "timer") from None
-        if len(posix) > (_CARRIED_AT - _TIMERS_AT) // timers.ITIMERSPEC_SIZE:
+        if len(posix) > MOST_TIMERS:
             raise refuse(f"has {len(posix)} POSIX timers", "timer")
         memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
         try:
-            results, buffer, raw, lock_future = self._ask(host, look, tids, posix, memory_fd)
-            actions = signals.parse(buffer)
+            told = self._told(host, look, tids, posix, memory_fd)
+            actions = signals.parse(told.buffer)
             threads = {
-                tid: self._told(tid, look, raw[tid], actions, memory_fd, refuse) for tid in tids
+                tid: self._going(tid, look, told.threads[tid], actions, memory_fd, refuse)
+                for tid in tids
             }
         finally:
             os.close(memory_fd)
-        mappings = self._mappings(host, refuse)
-        self.changes[pid] = self._memories.changes(host)
         names = (
             self.names.executable(host, look, refuse),
             self.names.directory(host, "cwd", look, refuse),
             self.names.root_of(host, look, refuse),
         )
-        return _Gathered(
-            host,
-            pid,
-            tids,
-            look,
-            refuse,
-            descriptors,
-            results,
-            buffer,
-            posix,
-            threads,
-            lock_future,
-            mappings,
-            names,
-        )
+        return _Gathered(host, pid, tids, look, refuse, descriptors, told, posix, threads, names)
 
     def _process(self, g: _Gathered) -> Process:
         look, refuse, host = g.look, g.refuse, g.host
-        actions = signals.parse(g.buffer)
+        actions = signals.parse(g.told.buffer)
         pending = look.pending()
         threads = tuple(self._thread(tid, g, g.threads[tid]) for tid in g.tids)
-        itimers = timers.parse(g.buffer[_ITIMERS_AT:_TIMERS_AT])
+        itimers = timers.parse(g.told.buffer[ITIMERS_AT:TIMERS_AT])
         waiting = self._still_to_resume(g.pid, threads)
         if waiting is not None:
             then = {t.tid: t for t in waiting.threads}
@@ -324,7 +303,7 @@ class Capturing:
         posix = [
             replace(
                 t,
-                setting=g.buffer[_TIMERS_AT + i * size : _TIMERS_AT + (i + 1) * size],
+                setting=g.told.buffer[TIMERS_AT + i * size : TIMERS_AT + (i + 1) * size],
                 tid=by_host.get(t.tid, 0) if t.notify & 4 else 0,
             )
             for i, t in enumerate(g.timers)
@@ -352,7 +331,7 @@ class Capturing:
                 stat.start_data,
                 stat.end_data,
                 stat.start_brk,
-                g.results[_BRK_RESULT],
+                g.told.results[BRK_RESULT],
                 stat.start_stack,
                 stat.arg_start,
                 stat.arg_end,
@@ -373,11 +352,11 @@ class Capturing:
                 look,
                 self.common,
                 self.owner,
-                g.results[_BRK_RESULT + 1 : len(_PROCESS_CALLS)],
-                g.buffer[_CARRIED_AT:],
+                g.told.results[BRK_RESULT + 1 : len(PROCESS_CALLS)],
+                g.told.buffer[CARRIED_AT:],
                 refuse,
             ),
-            lock_future=g.lock_future,
+            lock_future=g.told.lock_future,
             tty=terminals.controlling(stat.tty),
         )
 
@@ -394,57 +373,35 @@ class Capturing:
             self._memories.space(host).learn(seen.present, seen.names, found)
         return found
 
-    def _ask(
+    def _told(
         self, host: int, look: Look, tids: list[int], posix: list[PosixTimer], memory_fd: int
-    ) -> tuple[tuple[int, ...], bytes, dict[int, tuple[tuple[int, ...], bytes]], int]:
-        """What only it can tell: (of itself, its buffer, of each thread, `lock_future`)."""
+    ) -> Told:
+        """What only it can tell; it is not asked again if it has not moved since it was."""
+        space = self._memories.space(host)
+        may_be_still = not posix and not any(self.frozen.stops[tid] for tid in tids)
+        if may_be_still and self._memories.is_still(host, look, tids, memory_fd):
+            assert space.told is not None
+            return space.told
         known = self._memories.assumed(host)
         if known.vdso != look.vdso:  # it may have called exec
             known = self._memories.map(host)
+        also = functools.partial(self._watch, host)
         try:
-            return self._ask_at(known, host, look, tids, posix, memory_fd)
+            told = ask(known, host, look, tids, posix, memory_fd, also)
         except NoRoom:
             known = self._memories.map(host)
-            return self._ask_at(known, host, look, tids, posix, memory_fd)
+            told = ask(known, host, look, tids, posix, memory_fd, also)
+        mapped = self._memories.is_mapped(host)
+        space.remember(told, Witness.of(look, tids, memory_fd), mapped=mapped)
+        self._memories.begin(host)
+        return told
 
-    def _ask_at(
-        self,
-        known: Known,
-        host: int,
-        look: Look,
-        tids: list[int],
-        posix: list[PosixTimer],
-        memory_fd: int,
-    ) -> tuple[tuple[int, ...], bytes, dict[int, tuple[tuple[int, ...], bytes]], int]:
+    def _watch(self, host: int, injection: Injection) -> None:
         space = self._memories.space(host)
-        calls = _MAIN_CALLS
-        if posix:
-            calls = (*calls, *timers.setting_calls(posix, DATA + _TIMERS_AT))
-        told: dict[int, tuple[tuple[int, ...], bytes]] = {}
-        with Injection(
-            leader=host,
-            memory=memory_fd,
-            gap=known.gap,
-            vdso=known.vdso,
-            ignores_trap=bool(int(look.status["SigIgn"], 16) >> 4 & 1),
-        ) as injection:
-            for tid in tids:
-                results = injection.run(tid, calls if tid == host else _THREAD_CALLS)
-                mine = results[: len(_THREAD_CALLS)]
-                if undo := attributes.put_back_calls(mine[3:]):
-                    injection.run(tid, tuple(undo))
-                if tid == host:
-                    both = injection.read(0, _THREAD_AT + _THREAD_BUFFER)
-                    buffer, of_process = both[:_THREAD_AT], results[len(_THREAD_CALLS) :]
-                    told[tid] = mine, both[_THREAD_AT:]
-                else:
-                    told[tid] = mine, injection.read(_THREAD_AT, _THREAD_BUFFER)
-            lock_future = locked.future(host, look.status.get("VmLck"), known.gap)
-            if not space.watched and userfaultfd.supported():
-                seen = self._memories.of(host)  # not before: our page is not one of its own
-                space.watch(injection)
-                self._memories.look_for_writes(host, seen)
-        return of_process, buffer, told, lock_future
+        if not space.watched and userfaultfd.supported():
+            seen = self._memories.of(host)  # not before: our page is not one of its own
+            space.watch(injection)
+            self._memories.look_for_writes(host, seen)
 
     def _shared(self, host: int, mapping: Vma, refuse: Refuse) -> Vma:
         if mapping.kind != "memory":
@@ -478,7 +435,7 @@ class Capturing:
                     if pidfd.kcmp(host, tid, kind):
                         raise refuse(f"has a thread with a {what} of its own", "thread")
 
-    def _told(
+    def _going(
         self,
         tid: int,
         look: Look,
@@ -486,7 +443,7 @@ class Capturing:
         actions: tuple[bytes, ...],
         memory_fd: int,
         refuse: Refuse,
-    ) -> _Told:
+    ) -> _Going:
         """With registers to continue from, for which its memory may be needed."""
         thread = look.thread(tid)
         registers = thread.registers()
@@ -507,14 +464,14 @@ class Capturing:
             ) from None
         rseq = thread.rseq
         if rseq.address:
-            abort = _rseq_abort(memory_fd, rseq.address, fixed.rip)
+            abort = rseq_abort(memory_fd, rseq.address, fixed.rip)
             if abort:
                 fixed = fixed.copy()
                 fixed.rip = abort
         filters = seccomp.capture(tid, thread.status, self.common.filters)
-        return _Told(*raw, fixed, extra, registers, filters)
+        return _Going(*raw, fixed, extra, registers, filters)
 
-    def _thread(self, tid: int, g: _Gathered, told: _Told) -> Thread:
+    def _thread(self, tid: int, g: _Gathered, told: _Going) -> Thread:
         look, refuse = g.look.thread(tid), g.refuse
         status = look.status
         asked = attributes.asked(told.results[3:], told.buffer[64:])
@@ -525,7 +482,7 @@ class Capturing:
         except credentials.Refused as refused:
             raise refuse(f"has an {refused}", "credentials") from None
         return Thread(
-            tid=int(status["NSpid"].split()[-1]),
+            tid=_inside(status),
             host_tid=tid,
             registers=told.registers,
             xstate=look.xstate,
@@ -565,7 +522,7 @@ class Capturing:
                         )
                     found.append(
                         Process(
-                            pid=int(status["NSpid"].split()[-1]),
+                            pid=_inside(status),
                             host_pid=pid,
                             ppid=inside[host],
                             pgid=int(status["NSpgid"].split()[-1]),
@@ -587,10 +544,6 @@ class Capturing:
             ) from None
 
 
-def _rseq_abort(memory: int, area: int, rip: int) -> int:
-    """Where to continue when the thread was inside a restartable sequence; 0 when it was not."""
-    section = struct.unpack("<Q", os.pread(memory, 8, area + 8))[0]
-    if not section:
-        return 0
-    _, _, start, length, abort = struct.unpack("<IIQQQ", os.pread(memory, 32, section))
-    return abort if start <= rip < start + length else 0
+def _inside(status: proc.Status) -> int:
+    """The id that a process or thread has inside."""
+    return int(status["NSpid"].split()[-1])

@@ -444,19 +444,24 @@ class Tree:
             self._lives.discard(live)
         self._scale_groups()
 
-    def work_ahead(self, live: Live) -> None:
-        """Do what can be done for the next checkpoint of a tree that runs; in the background."""
+    def work_ahead(self, live: Live, *, rested: bool) -> bool:
+        """Do what can be done for the next checkpoint of a tree that runs; in the background.
+
+        See `ahead.work`.
+        """
         try:
             self.prepare(live)
-            ahead.work(
+            return ahead.work(
                 live,
                 base=self.base,
                 born=self.born,
                 reference=self.reference,
                 has_room=self.has_room,
+                rested=rested,
             )
         except (OSError, ProgramFailed, PeerGone, DeltaBoxError) as error:
             log.info("the next checkpoint will have more to do: %s", error)
+            return False
 
     def prepare(self, live: Live) -> None:
         """Make the template of a live tree's next checkpoint ahead; for the caller's background.

@@ -23,7 +23,7 @@ NAMESPACES = (  # as in ask.c
 _AT_SYSINFO_EHDR = 33
 _FILES = (
     *("auxv", "timers", "autogroup", "attr/current"),
-    *("loginuid", "oom_score_adj", "coredump_filter"),
+    *("loginuid", "oom_score_adj", "coredump_filter", "limits"),
 )
 
 
@@ -119,6 +119,11 @@ class ThreadLook:
         return raw is not None and any(raw)
 
     @property
+    def slack(self) -> bytes:
+        """The timer slack, where the kernel tells."""
+        return self._answers.get(self._at + "slack") or b""
+
+    @property
     def scheduling(self) -> Scheduling:
         return Scheduling.unpack(self["scheduling"])
 
@@ -149,6 +154,7 @@ def questions(threads: int) -> Questions:
         task = "/proc/%d/task/%d"
         for name in ("stat", "status", "children", "personality"):
             ask.add(f"{who}/{name}", Kind.READ, f"{task}/{name}", who=who)
+        ask.add(f"{who}/slack", Kind.READ, "/proc/%2$d/timerslack_ns", who=who)
         ask.add(f"{who}/ns", Kind.NAMESPACES, f"{task}/ns", who=who)
         ask.add(f"{who}/registers", Kind.REGISTERS, who=who, more=NT_PRSTATUS)
         ask.add(f"{who}/xstate", Kind.REGISTERS, who=who, more=NT_X86_XSTATE)
@@ -195,22 +201,3 @@ class CommonLook:
 
 def _infos(raw: bytes) -> tuple[bytes, ...]:
     return tuple(raw[at : at + SIGINFO_SIZE] for at in range(0, len(raw), SIGINFO_SIZE))
-
-
-@lru_cache(maxsize=1024)
-def _statuses(count: int) -> Questions:
-    ask = Questions()
-    for who in range(count):
-        ask.add(str(who), Kind.READ, "/proc/%2$d/status", who=who)
-    return ask
-
-
-def inside_pids(hosts: list[int]) -> dict[int, int]:
-    """Host pid -> pid inside, for those that still exist."""
-    answers = _statuses(len(hosts)).ask(hosts)
-    found = {}
-    for host, name in zip(hosts, answers.names, strict=True):
-        status = answers.get(name)
-        if status is not None:
-            found[host] = int(proc.Status(status)["NSpid"].split()[-1])
-    return found

@@ -8,7 +8,7 @@ the tracer asks registers and injects calls.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import UnsupportedState
@@ -17,12 +17,24 @@ from ..linux.ask import Answers
 from ..linux.bulk import Regions
 from . import memory
 from .live import Live
+from .look import Look
 from .model import Mapping as Vma
 from .names import Names
 from .space import Known, Space
 from .stash import Changes
 from .subject import Refuse
 from .template import Template
+
+_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class _Looking:
+    """A look at some processes that another thread takes."""
+
+    hosts: list[int]
+    look: bulk.Memories
+    job: beside.Job
 
 
 @dataclass(frozen=True)
@@ -36,11 +48,13 @@ class Memory:
 
 
 class Memories:
-    """Begins to look at once, and is asked later. Used by one capture.
+    """What was written is looked at from the beginning, the map and the pages of each process when
+    it has been asked (its injected page is gone by then, and nobody waits for a lock). Used by one
+    capture.
 
     What is known of a process is taken to be true still when it is asked for its pages, and looked
-    at again afterwards, so that one call into C is enough for all processes; another thread makes
-    it (linux/beside.c).
+    at again afterwards, so that one call into C is enough, which another thread makes
+    (linux/beside.c).
     """
 
     def __init__(
@@ -55,18 +69,23 @@ class Memories:
         self._assumed = {h: s.known for h, s in self._spaces.items() if s.known is not None}
         self._maps: dict[int, Known] = {}
         self._memories: dict[int, Memory] = {}
-        self._ready = {h: s for h, s in self._spaces.items() if s.ready}
-        self._look_of_all: bulk.Memories | None = None
-        if self._ready:
-            wanted = [space.wanted(names) for space in self._ready.values()]
-            self._look_of_all = bulk.Memories(wanted)
-            self._job = beside.memories(*self._look_of_all.arguments, keep=self._look_of_all)
+        self._answers: dict[int, Answers] = {}  # to the names of the assumed map
+        self._looks: dict[int, _Looking] = {}
+        self._writes: _Looking | None = None
+        ready = [host for host, space in self._spaces.items() if space.ready]
+        if ready:
+            self._writes = self._begin(ready, bulk.WRITES)
 
     def __enter__(self) -> Memories:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._collect()  # nobody may look at a process that runs again
+        # nobody may look at a process that runs again
+        try:
+            self._collect_writes()
+        finally:
+            for look in self._looks.values():
+                look.job.wait()
 
     def space(self, host: int) -> Space:
         return self._spaces[host]
@@ -77,37 +96,82 @@ class Memories:
 
     def map(self, host: int) -> Known:
         """What is known of the map, true now."""
-        self._collect()
+        self._collect(host)
         if host not in self._maps:
             self._maps[host] = self._spaces[host].map(refusing(host, self._pids[host]))
         return self._maps[host]
 
+    def is_still(self, host: int, look: Look, tids: Sequence[int], memory_fd: int) -> bool:
+        """Whether a process has not moved since it was asked; nothing is to be looked at then."""
+        self._collect_writes()
+        space = self._spaces[host]
+        if host not in self._answers or not space.is_still(look, tids, memory_fd):
+            return False
+        known = space.known
+        assert known is not None and known.present is not None
+        answers = self._answers[host]
+        found = same_mappings(space, known, known.present, answers, self._names)
+        if found is not None:
+            self._maps[host] = known
+            self._memories[host] = Memory(known, known.present, answers, found)
+        return True
+
+    def is_mapped(self, host: int) -> bool:
+        """Whether its map has been read since it was stopped."""
+        return host in self._maps
+
+    def begin(self, host: int) -> None:
+        """A process has been asked: look at its map and its pages meanwhile."""
+        if self._spaces[host].ready and not self.is_mapped(host):
+            if len(self._looks) == _AT_ONCE:  # each has a large buffer
+                self._collect(next(iter(self._looks)))
+            self._looks[host] = self._begin([host], bulk.MAP)
+
     def of(self, host: int) -> Memory:
-        self._collect()
+        self._collect_writes()
+        self._collect(host)
         if host not in self._memories:
             self._memories[host] = self._look(host, self._spaces[host])
         return self._memories[host]
 
-    def _collect(self) -> None:
-        """Take what the look of all has brought, once."""
-        if self._look_of_all is None:
+    def _begin(self, hosts: list[int], what: int) -> _Looking:
+        wanted = [self._spaces[host].wanted(self._names, what) for host in hosts]
+        look = bulk.Memories(wanted)
+        return _Looking(hosts, look, beside.memories(*look.arguments, keep=look))
+
+    def _collect_writes(self) -> None:
+        """Take what the look for writes has brought, once."""
+        if self._writes is None:
             return
-        look, self._look_of_all = self._look_of_all, None
-        self._job.wait()
-        found_all = look.seen()
-        for space, seen in zip(self._ready.values(), found_all, strict=True):
-            space.note(seen.written)  # of all, before anything can fail: asking forgets it
-        for (host, space), seen in zip(self._ready.items(), found_all, strict=True):
+        looking, self._writes = self._writes, None
+        looking.job.wait()
+        seen_all = dict(zip(looking.hosts, looking.look.seen(), strict=True))
+        for host, seen in seen_all.items():
+            # of all, before anything can fail: asking forgets it
+            self._spaces[host].note(seen.written)
+        for host, seen in seen_all.items():
             if seen.error:
                 raise OSError(seen.error, os.strerror(seen.error))
-            old = space.known
-            known = self._maps[host] = space.map(refusing(host, self._pids[host]), seen.text)
-            if seen.present is None or seen.names is None or seen.present.unwatched:
-                continue
-            if known is old and known.names is not None:
-                answers = self._names.learn(known.paths, *seen.names)
-                found = same_mappings(space, known, seen.present, answers, self._names)
-                self._memories[host] = Memory(known, seen.present, answers, found)
+            if seen.names is not None:
+                paths = self._assumed[host].paths
+                self._answers[host] = self._names.learn(paths, *seen.names)
+
+    def _collect(self, host: int) -> None:
+        """Take what the look at one process's map has brought, once."""
+        looking = self._looks.pop(host, None)
+        if looking is None:
+            return
+        looking.job.wait()
+        (seen,) = looking.look.seen()
+        space = self._spaces[host]
+        old = space.known
+        known = self._maps[host] = space.map(refusing(host, self._pids[host]), seen.text)
+        answers = self._answers.get(host)
+        if seen.present is None or answers is None or seen.present.unwatched:
+            return
+        if known is old and known.names is not None:
+            found = same_mappings(space, known, seen.present, answers, self._names)
+            self._memories[host] = Memory(known, seen.present, answers, found)
 
     def _look(self, host: int, space: Space) -> Memory:
         known = self.map(host)

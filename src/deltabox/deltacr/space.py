@@ -42,9 +42,11 @@ from .names import Names, questions
 
 if TYPE_CHECKING:
     from .inject import Injection
+    from .look import Look
     from .stash import Held
     from .subject import Refuse
     from .template import Template
+    from .told import Told, Witness
 
 
 @lru_cache(maxsize=1024)
@@ -85,6 +87,10 @@ class Space:
         self.known = known
         self._watcher = -1
         self._origin = origin
+        self.told: Told | None = None  # what it has said at its last stop
+        self._witness: Witness | None = None
+        self._mapped = False  # its map was read since
+        self._since = 0  # what was noted from here on was written since
         self.seen = False  # its pages have been protected once
         self._areas: tuple[Items[Mapping], Areas, Areas] | None = None
 
@@ -135,14 +141,15 @@ class Space:
         """Whether a look may begin with what is known, see `wanted`."""
         return self.seen and self.watched and self.known is not None
 
-    def wanted(self, names: Names) -> bulk.Wanted:
-        """All that a look needs, if its map is what is known of it."""
+    def wanted(self, names: Names, what: int) -> bulk.Wanted:
+        """What a look for MAP or WRITES (linux/bulk.py) needs, if the known map is its map."""
         assert self.known is not None
         asked = questions(self.known.paths)
         return bulk.Wanted(
             self.host,
             names.root_fd,
-            self.known.gap | int(self.watched),
+            self.known.gap,
+            what | (bulk.WATCHED if self.watched else 0),
             asked.address,
             len(asked.names),
             *self._where(self.known.bare),
@@ -162,6 +169,7 @@ class Space:
             text = _flags(gap | int(self.watched)).ask([self.host])["flags"]
         if self.known is None or self.known.text != text:
             self.known = Known(text, *memory.mappings(text, refuse))
+        self._mapped = True
         return self.known
 
     def learn(
@@ -171,7 +179,45 @@ class Space:
         assert self.known is not None
         self.known = replace(self.known, present=present, names=names, found=found)
 
+    # -- whether it has moved since it was asked (told.py) ----------------------------------------
+
+    def remember(self, told: Told, witness: Witness, *, mapped: bool) -> None:
+        """It has just been asked, and is stopped yet; if not `mapped`, its map is read later."""
+        self.told, self._witness = told, witness
+        self._mapped = mapped
+        self._since = len(self.pending)
+
+    def is_still(self, look: Look, tids: Items[int], memory_fd: int) -> bool:
+        """Whether a stopped process is just as it was when it was asked; `look` is of now.
+
+        What was written since has to be noted before. If it is still, nothing of that counts.
+        """
+        if self.told is None or self._witness is None or self.told.times or not self.watched:
+            return False
+        known = self.known
+        if not self._mapped or known is None or known.names is None or known.present is None:
+            return False
+        written = [(low, high) for low, high, _ in bulk.union(self.pending[self._since :])]
+        if not self._witness.holds(look, tids, written, memory_fd):
+            self.told = self._witness = None
+            return False
+        self._witness = self._witness.again(look)
+        # in place: `copied` counts them
+        self.pending[self._since :] = [Regions()] * (len(self.pending) - self._since)
+        self._since = len(self.pending)
+        return True
+
+    def is_asleep(self, counts: dict[int, int]) -> bool:
+        """Whether a running process has only fallen asleep since; `counts` are of its threads."""
+        return self._mapped and self._witness is not None and self._witness.asleep(counts)
+
     # -- looking at its pages ---------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Note what was written until now, where that is known to be asked for."""
+        if self.ready and self.known is not None:
+            with self._pagemap() as pagemap:
+                self.note(bulk.written(pagemap, self._where(self.known.bare)[1]))
 
     def present(self, mappings: Items[Mapping]) -> Regions:
         """The private pages and guard regions of these mappings."""
@@ -281,6 +327,7 @@ class Space:
     def settled(self) -> None:
         """A template holds everything that was pending, and is the last checkpoint's now."""
         self.pending.clear()
+        self._since = 0
         self._copied = None
 
     def _where(self, mappings: Items[Mapping]) -> tuple[Areas, Areas]:

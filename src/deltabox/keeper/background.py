@@ -69,7 +69,7 @@ class Background(threading.Thread):
         self._busy = busy
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._quiet: dict[str, Item] = {}
+        self._quiet: dict[str, tuple[float, Item]] = {}  # with the time from which it may begin
         self._later: deque[tuple[float, Callable[..., Any], tuple[Any, ...]]] = deque()
         self._pause = _SHORTEST
         self.start()
@@ -121,15 +121,21 @@ class Background(threading.Thread):
 
     def _patience(self) -> float:
         """Seconds to wait for work before something that can wait is done."""
-        if self._quiet:
-            return _QUIET
-        return self._pause if self._later else 1.0
+        with self._lock:
+            due = min((when for when, _ in self._quiet.values()), default=None)
+        patience = self._pause if self._later else 1.0
+        if due is None:
+            return patience
+        wait = due - time.monotonic()
+        return _QUIET if wait <= _QUIET else min(patience, wait)
 
     def _take_quiet(self) -> Item | None:
         with self._lock:
-            if not self._quiet or self._busy():
+            now = time.monotonic()
+            key = next((key for key, (when, _) in self._quiet.items() if when <= now), None)
+            if key is None or self._busy():
                 return None
-            return self._quiet.pop(next(iter(self._quiet)))
+            return self._quiet.pop(key)[1]
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
@@ -149,13 +155,14 @@ class Background(threading.Thread):
         except IndexError:
             return False
 
-    def quietly(self, key: str, function: Callable[..., Any], *args: Any) -> None:
+    def quietly(self, key: str, function: Callable[..., Any], *args: Any, after: float = 0) -> None:
         """Call `function(*args)` when there has been nothing to do for a moment and nobody is
-        `busy`. A later one with the same key takes the place of one that has not begun.
+        `busy`, in `after` seconds at the earliest. A later one with the same key takes the place
+        of one that has not begun.
         """
         with self._lock:
             self._quiet.pop(key, None)
-            self._quiet[key] = (function, args)
+            self._quiet[key] = time.monotonic() + after, (function, args)
         self.submit(_look_again)
 
     def flush(self) -> None:

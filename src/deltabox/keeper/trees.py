@@ -48,6 +48,9 @@ from .streams import Pump, Writer
 
 log = logging.getLogger(__name__)
 
+# seconds of rest before each turn of working ahead
+_TURNS = (0.0, 0.04, 0.1)
+
 SPARES = 16
 """Spare layers kept in one tree; the oldest go first."""
 DYING = 4
@@ -591,12 +594,19 @@ class Tree:
 
         But not at once: a shell has a few pages more to write until it waits for the next one.
         """
-        self.background.quietly(f"ahead {box.number}", self._work_ahead, box)
+        self._ahead(box, 0)
 
-    def _work_ahead(self, box: Box) -> None:
-        if not (box.closing or box.dead):
-            self.image.presync()
-            self.engine.work_ahead(box.live)
+    def _ahead(self, box: Box, turn: int) -> None:
+        key, after = f"ahead {box.number}", _TURNS[turn]
+        self.background.quietly(key, self._work_ahead, box, turn, after=after)
+
+    def _work_ahead(self, box: Box, turn: int) -> None:
+        if box.closing or box.dead:
+            return
+        self.image.presync()
+        more = self.engine.work_ahead(box.live, rested=turn > 0)
+        if turn == 0 or (more and turn + 1 < len(_TURNS)):
+            self._ahead(box, turn + 1)
 
     def _busy(self) -> bool:
         """Whether somebody waits for a checkpoint, a rollback or a fork."""

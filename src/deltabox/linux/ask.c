@@ -466,10 +466,12 @@ struct cursor { u64 area, at; };
 long bulk_present(int, struct cursor *, const struct area *, long, u64, struct region *, long);
 long bulk_written(int, struct cursor *, const struct area *, long, struct region *, long);
 
-/* bulk.py has the same structure. */
+/* What is wanted of a process; bulk.py has the same numbers and the same structure. */
+enum { WATCHED = 1, MAP = 2, WRITES = 4 };
+
 struct memory {
 	s32 pid, root;
-	u64 flags;                              /* as FLAGS wants them: gap and whether it is watched */
+	u64 flags;                              /* the gap as FLAGS wants it, and what is wanted */
 	const struct question *questions;       /* about names, in the root */
 	u64 name_count;
 	struct answer *answers;                 /* room for as many */
@@ -482,7 +484,7 @@ struct memory {
 };
 
 /*
- * Look at all of them.  Whatever has no room is -E2BIG and asked again by the caller; `written`
+ * Look at all of them.  What is not wanted is -ENODATA.  Whatever has no room is -E2BIG and asked again by the caller; `written`
  * gives what there was room for, because asking forgets it.
  */
 void bulk_memories(struct memory *memories, long count, char *bytes, u64 room)
@@ -494,35 +496,45 @@ void bulk_memories(struct memory *memories, long count, char *bytes, u64 room)
 		struct cursor begin = { 0, 0 };
 		char path[64];
 
-		snprintf(path, sizeof path, "/proc/%d/smaps", m->pid);
 		m->text_at = out.used;
-		m->text = flags_of(path, m->flags & ~1UL, m->flags & 1, &out);
-		out.used = m->text_at + (m->text < 0 ? 0 : m->text);
-		out.used += -out.used & 7;
+		m->text = m->names = m->present = m->written = -ENODATA;
+		if (m->flags & MAP) {
+			snprintf(path, sizeof path, "/proc/%d/smaps", m->pid);
+			m->text = flags_of(path, m->flags & ~4095UL, m->flags & WATCHED, &out);
+			out.used = m->text_at + (m->text < 0 ? 0 : m->text);
+			out.used += -out.used & 7;
+		}
 		m->names_at = out.used;
-		m->names = bulk_ask(m->questions, m->name_count, &m->root, out.bytes + out.used,
-				    out.room - out.used, m->answers);
-		out.used += m->names < 0 ? 0 : m->names;
-		out.used += -out.used & 7;
+		if (m->flags & WRITES) {
+			m->names = bulk_ask(m->questions, m->name_count, &m->root,
+					    out.bytes + out.used, out.room - out.used, m->answers);
+			out.used += m->names < 0 ? 0 : m->names;
+			out.used += -out.used & 7;
+		}
 		snprintf(path, sizeof path, "/proc/%d/pagemap", m->pid);
 		int fd = open(path, O_RDONLY | O_CLOEXEC);
 
 		m->present_at = m->written_at = out.used;
-		m->present = m->written = fd < 0 ? -errno : 0;
-		if (fd < 0)
+		if (fd < 0) {
+			m->present = m->written = -errno;
 			continue;
-		m->present = bulk_present(fd, &begin, m->areas, m->area_count, m->guard,
-					  (struct region *)(out.bytes + out.used),
-					  (out.room - out.used) / 24);
-		if (m->present >= 0 && begin.area < m->area_count)
-			m->present = -E2BIG;
-		out.used += m->present < 0 ? 0 : m->present * 24;
+		}
+		if (m->flags & MAP) {
+			m->present = bulk_present(fd, &begin, m->areas, m->area_count, m->guard,
+						  (struct region *)(out.bytes + out.used),
+						  (out.room - out.used) / 24);
+			if (m->present >= 0 && begin.area < m->area_count)
+				m->present = -E2BIG;
+			out.used += m->present < 0 ? 0 : m->present * 24;
+		}
 		m->written_at = out.used;
 		m->next = (struct cursor){ 0, 0 };
-		m->written = bulk_written(fd, &m->next, m->watched, m->watched_count,
-					  (struct region *)(out.bytes + out.used),
-					  (out.room - out.used) / 24);
-		out.used += m->written < 0 ? 0 : m->written * 24;
+		if (m->flags & WRITES) {
+			m->written = bulk_written(fd, &m->next, m->watched, m->watched_count,
+						  (struct region *)(out.bytes + out.used),
+						  (out.room - out.used) / 24);
+			out.used += m->written < 0 ? 0 : m->written * 24;
+		}
 		close(fd);
 	}
 }

@@ -235,13 +235,18 @@ ANSWER_SIZE = 16
 _MEMORY = struct.Struct("=ii9Q4Q4q2Q")  # struct memory in ask.c
 
 
+# its writes are watched; look at its map and its pages; look at names and what was written
+WATCHED, MAP, WRITES = 1, 2, 4
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What to look at in one process: see struct memory in ask.c."""
 
     pid: int
     root: int  # a descriptor of the directory that the names are looked up in
-    flags: int
+    gap: int  # where we may be injecting, which is not part of its map
+    wants: int  # WATCHED, MAP, WRITES
     names: int  # address of a list of questions
     name_count: int
     areas: Areas
@@ -250,7 +255,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Seen:
-    """What there was; None where it has to be asked again."""
+    """What there was; None where it was not wanted or has to be asked again."""
 
     text: bytes | None
     names: tuple[bytes, bytes] | None  # the answers' bytes, and the answers
@@ -271,7 +276,7 @@ class Memories:
             _MEMORY.pack(
                 w.pid,
                 w.root,
-                w.flags,
+                w.gap | w.wants,
                 w.names,
                 w.name_count,
                 ctypes.addressof(answers),
@@ -304,7 +309,7 @@ class Memories:
             text, names, present_count, written_count, area, at = one[15:]
             full = full or -errno.E2BIG in (text, names, present_count)
             changed = _regions(out, written_at, max(0, written_count))
-            if written_count >= 0 and area < w.watched.count:
+            if w.wants & WRITES and written_count >= 0 and area < w.watched.count:
                 full = True
                 pagemap = os.open(f"/proc/{w.pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
                 try:
@@ -321,7 +326,7 @@ class Memories:
                     said,
                     None if present_count < 0 else _regions(out, present_at, present_count),
                     changed,
-                    max(0, -written_count),
+                    max(0, -written_count) if w.wants & WRITES else 0,
                 )
             )
         out.release()
