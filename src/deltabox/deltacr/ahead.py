@@ -2,10 +2,12 @@
 
 But for the moment of a rehearsal, all of it is done to a tree that runs.  In a rehearsal a tree of
 which everybody waits is stopped, and processes are watched that were not, and asked what only they
-can tell; if they go on waiting the checkpoint need not ask again (told.py).  Looking protects the pages that it finds written, and what is
-written again is found again: so a page that was copied at any moment is either as it was then or
-found by the next look (space.py).  Names of files, pages and mappings may change meanwhile as well;
-the checkpoint looks at all of that again, and reads what is not as it was.
+can tell; if they go on waiting the checkpoint need not ask again (told.py).
+
+Looking protects the pages that it finds written, and what is written again is found again: so a
+page that was copied at any moment is either as it was then or found by the next look (space.py).
+Names of files, pages and mappings may change meanwhile as well; the checkpoint looks at all of that
+again, and reads what is not as it was.
 
 A checkpoint that begins takes over at once: it has to wait for one look at one process, or for one
 piece of copying, at the most.
@@ -35,6 +37,7 @@ from .objects import attributes, seccomp
 from .space import Space
 from .stash import Changes, Held, Pull, feed, plan
 from .subject import Refused
+from .survey import Around
 from .template import Template
 from .told import Witness, ask, sleeping
 
@@ -79,7 +82,7 @@ def work(
         if rested and not young:
             _rehearse(live, spaces, threads)
         elif any(not s.watched and _settled(s.host) for s in spaces.values()):
-            _ask_all(live, {pid: s for pid, s in spaces.items() if not s.watched})
+            _ask_all(live, spaces)
     names = Names(live.root, base, born, _NoGhosts())
     found: dict[int, tuple[Mapping, ...]] = {}
     present: dict[int, Regions] = {}
@@ -127,36 +130,42 @@ def _rehearse(live: Live, spaces: dict[int, Space], threads: dict[int, list[int]
     counts = {
         host: {tid: now[tid][1] for tid in tids if tid in now} for host, tids in threads.items()
     }
-    moved = {pid: s for pid, s in spaces.items() if not s.is_asleep(counts.get(s.host, {}))}
-    if moved:
-        _ask_all(live, moved)
+    if not all(space.is_asleep(counts.get(space.host, {})) for space in spaces.values()):
+        _ask_all(live, spaces)
 
 
 def _ask_all(live: Live, spaces: dict[int, Space]) -> None:
-    """Stop the tree for a moment, to have these be watched and asked."""
+    """Stop the tree for a moment, to have those who have moved be watched and asked."""
     common = live.common()
     put_back = functools.partial(undisturbed, waits=live.waits)
     with live.lock, freeze(live, put_back, limit=0) as frozen:
-        for pid, space in spaces.items():
-            tids = frozen.threads.get(space.host, [])
-            if space.host in tids and not any(frozen.stops[tid] for tid in tids):
-                _ask(live, space, pid, tids, common)
+        hosts = frozenset(frozen.threads)
+        with live.surveying() as survey, live.world_now() as world:
+            live.around = None
+            for pid, space in spaces.items():
+                tids = frozen.threads.get(space.host, [])
+                if space.host in tids and not any(frozen.stops[tid] for tid in tids):
+                    _ask(live, space, pid, tids, common)
+            if hosts == {space.host for space in spaces.values()}:
+                live.around = Around(hosts, world(), survey())
 
 
 def _ask(live: Live, space: Space, pid: int, threads: list[int], common: CommonLook) -> None:
     host = space.host
     tids = [host, *(tid for tid in threads if tid != host)]
     look, refuse = Look(tids), refusing(host, pid)
-    attributes.check_before_asking(host, tids, look, common, refuse)
-    for tid in tids:
-        if seccomp.is_under(look.thread(tid).status, common.filters):
-            seccomp.suspend(tid)
     space.drain()
-    known = space.known
-    if known is None or known.vdso != look.vdso:
-        known = space.map(refuse)
     memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
     try:
+        if space.is_still(look, tids, memory_fd):
+            return
+        attributes.check_before_asking(host, tids, look, common, refuse)
+        for tid in tids:
+            if seccomp.is_under(look.thread(tid).status, common.filters):
+                seccomp.suspend(tid)
+        known = space.known
+        if known is None or known.vdso != look.vdso:
+            known = space.map(refuse)
         try:
             told = ask(known, host, look, tids, [], memory_fd, space.watch)
         except NoRoom:

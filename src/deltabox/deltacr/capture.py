@@ -52,7 +52,7 @@ from .objects.ghosts import Attic, Ghosts
 from .objects.sockets import Network
 from .stash import Changes
 from .subject import Refuse, Refused
-from .survey import WorldState
+from .survey import Around, WorldState
 from .template import Template
 from .told import (
     BRK_RESULT,
@@ -133,7 +133,10 @@ class Capturing:
         self.table = DescriptorTable(live, owner, externals, self.ghosts, network)
         self.changes: dict[int, Changes] = {}  # by pid inside: which pages may have changed
         self.inside: dict[int, int] = {}
-        self.looks: dict[int, Look] = {}  # by host pid
+        # by host pid
+        self.looks: dict[int, Look] = {}
+        self.memory: dict[int, int] = {}  # descriptors of /proc/PID/mem
+        self.still: dict[int, Told] = {}  # what those have told who have not moved since
         self.gathered: list[_Gathered] = []
         self._processes: list[Process] | None = None
         self._zombies_found: list[Process] = []
@@ -151,26 +154,44 @@ class Capturing:
     def gather(self) -> None:
         """Ask everything that needs the tree to stand still. Raises UnsupportedState."""
         live = self.live
-        with live.surveying() as survey, live.world_now() as world, ExitStack() as stack:
-            self._look()
-            memories = Memories(live, self.inside, self.names, self.template)
+        with ExitStack() as stack:
+            memories = Memories(live, self.frozen.threads, self.names, self.template)
             self._memories = stack.enter_context(memories)
-            self.inside[live.init] = 1
-            self.table.inside.update(self.inside)
+            self._look(stack)
+            around = live.around
+            hosts = frozenset(self.frozen.threads)
+            if around is None or around.hosts != hosts or self.still.keys() != hosts:
+                around = None
+                survey = stack.enter_context(live.surveying())
+                world = stack.enter_context(live.world_now())
             self.common = live.common()
             try:
                 self._gather_all()
             finally:
                 self.table.close()
-            self._check_world(world())
-            self.survey = survey()
+            live.around = around or Around(hosts, world(), survey())
+        self.survey = live.around.survey
+        self._check_world(live.around.world)
         self._check_survey()
 
-    def _look(self) -> None:
-        """See all that can be seen from outside."""
+    def _look(self, stack: ExitStack) -> None:
+        """See all that can be seen from outside, and who has not moved since he was asked."""
         for host, tids in self.frozen.threads.items():
             look = self.looks[host] = Look([host, *(tid for tid in tids if tid != host)])
             self.inside[host] = _inside(look.status)
+        self._memories.meet(self.inside)
+        self.inside[self.live.init] = 1
+        self.table.inside.update(self.inside)
+        for host, tids in self.frozen.threads.items():
+            fd = self.memory[host] = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            look = self.looks[host]
+            if look.answers["timers"] or any(self.frozen.stops[tid] for tid in tids):
+                continue
+            if self._memories.is_still(host, look, tids, fd):
+                told = self._memories.space(host).told
+                assert told is not None
+                self.still[host] = told
 
     def _gather_all(self) -> None:
         try:
@@ -265,16 +286,13 @@ class Capturing:
             raise refuse(f"has {refused}", "timer") from None
         if len(posix) > MOST_TIMERS:
             raise refuse(f"has {len(posix)} POSIX timers", "timer")
-        memory_fd = os.open(f"/proc/{host}/mem", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            told = self._told(host, look, tids, posix, memory_fd)
-            actions = signals.parse(told.buffer)
-            threads = {
-                tid: self._going(tid, look, told.threads[tid], actions, memory_fd, refuse)
-                for tid in tids
-            }
-        finally:
-            os.close(memory_fd)
+        memory_fd = self.memory[host]
+        told = self.still.get(host) or self._ask(host, look, tids, posix, memory_fd)
+        actions = signals.parse(told.buffer)
+        threads = {
+            tid: self._going(tid, look, told.threads[tid], actions, memory_fd, refuse)
+            for tid in tids
+        }
         names = (
             self.names.executable(host, look, refuse),
             self.names.directory(host, "cwd", look, refuse),
@@ -373,15 +391,10 @@ class Capturing:
             self._memories.space(host).learn(seen.present, seen.names, found)
         return found
 
-    def _told(
+    def _ask(
         self, host: int, look: Look, tids: list[int], posix: list[PosixTimer], memory_fd: int
     ) -> Told:
-        """What only it can tell; it is not asked again if it has not moved since it was."""
-        space = self._memories.space(host)
-        may_be_still = not posix and not any(self.frozen.stops[tid] for tid in tids)
-        if may_be_still and self._memories.is_still(host, look, tids, memory_fd):
-            assert space.told is not None
-            return space.told
+        """What only it can tell."""
         known = self._memories.assumed(host)
         if known.vdso != look.vdso:  # it may have called exec
             known = self._memories.map(host)
@@ -392,7 +405,8 @@ class Capturing:
             known = self._memories.map(host)
             told = ask(known, host, look, tids, posix, memory_fd, also)
         mapped = self._memories.is_mapped(host)
-        space.remember(told, Witness.of(look, tids, memory_fd), mapped=mapped)
+        witness = Witness.of(look, tids, memory_fd)
+        self._memories.space(host).remember(told, witness, mapped=mapped)
         self._memories.begin(host)
         return told
 

@@ -43,7 +43,7 @@ from .peer import Loaded, Peer, PeerGone, ProgramFailed, Run, insist
 from .records import REQUEST_SLOT, Program, Var
 from .reports import Exit, Reports
 from .space import Space
-from .survey import SURVEY, Survey, Surveying, WorldState, world_questions
+from .survey import SURVEY, Around, Survey, Surveying, WorldState, world_questions
 from .template import Template
 from .turns import Ahead
 
@@ -76,6 +76,7 @@ class Live:
         self.loaded: Loaded | None = None  # the restore, in a world that was made ahead
         self.tasks = 0  # while it waits to be used: how many it has, instead of a sandbox's share
         self.waits = Waits()
+        self.around: Around | None = None  # what the last stop has found; None after a request
         self.origin: Capture | None = None  # what it was restored from
         self.cloned_from: Template | None = None
         self.base: Template | None = None  # the last state of it that a template holds
@@ -135,10 +136,13 @@ class Live:
 
     def space(self, host: int, pid: int) -> Space:
         """What is known of the memory of one process, by its host pid and its pid inside."""
+        there = self.spaces.get(host)
+        if there is not None and there.pid != pid:  # the host has given its number to another
+            self.spaces.pop(host).close()
         if host not in self.spaces:
             origin = self.cloned_from if self.restored(pid) else None
             known = origin.known.get(pid) if origin is not None else None
-            self.spaces[host] = Space(host, origin, known)
+            self.spaces[host] = Space(host, pid, origin, known)
             if origin is not None:
                 self.spaces[host].adopt(self.reports.watcher(pid))
         return self.spaces[host]
@@ -248,7 +252,7 @@ class Live:
                 what="execve",
             )
         with self.lock:
-            run = None
+            run, self.around = None, None
             try:
                 with self.peer.lock:
                     run = self.peer.send(
@@ -299,6 +303,7 @@ class Live:
             program.root.call(nr.KILL, pid, sig, may_fail=not strict)
         try:
             with self.lock:
+                self.around = None
                 self.peer.run(program.seal(), self.slot + REQUEST_SLOT)
         except ProgramFailed as failure:
             raise OSError(failure.errno, os.strerror(failure.errno)) from None

@@ -8,7 +8,7 @@ the tracer asks registers and injects calls.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import UnsupportedState
@@ -57,16 +57,13 @@ class Memories:
     (linux/beside.c).
     """
 
-    def __init__(
-        self, live: Live, inside: Mapping[int, int], names: Names, template: Template
-    ) -> None:
-        """`inside` are the pids by host pid of those to look at; `template` will be fed."""
+    def __init__(self, live: Live, hosts: Iterable[int], names: Names, template: Template) -> None:
+        """`hosts` are those to look at, of whom `meet` tells more; `template` will be fed."""
         self._live = live
         self._template = template
         self._names = names
-        self._pids = dict(inside)
-        self._spaces = {host: live.space(host, pid) for host, pid in inside.items()}
-        self._assumed = {h: s.known for h, s in self._spaces.items() if s.known is not None}
+        self._spaces = {host: live.spaces[host] for host in hosts if host in live.spaces}
+        self._assumed: dict[int, Known] = {}
         self._maps: dict[int, Known] = {}
         self._memories: dict[int, Memory] = {}
         self._answers: dict[int, Answers] = {}  # to the names of the assumed map
@@ -87,6 +84,13 @@ class Memories:
             for look in self._looks.values():
                 look.job.wait()
 
+    def meet(self, inside: Mapping[int, int]) -> None:
+        """The pids inside, by host pid, of all of them."""
+        if any(space.pid != inside[host] for host, space in self._spaces.items()):
+            self._collect_writes()  # of one who has ended, and another has its number
+        self._spaces = {host: self._live.space(host, pid) for host, pid in inside.items()}
+        self._assumed = {h: s.known for h, s in self._spaces.items() if s.known is not None}
+
     def space(self, host: int) -> Space:
         return self._spaces[host]
 
@@ -98,7 +102,8 @@ class Memories:
         """What is known of the map, true now."""
         self._collect(host)
         if host not in self._maps:
-            self._maps[host] = self._spaces[host].map(refusing(host, self._pids[host]))
+            space = self._spaces[host]
+            self._maps[host] = space.map(refusing(host, space.pid))
         return self._maps[host]
 
     def is_still(self, host: int, look: Look, tids: Sequence[int], memory_fd: int) -> bool:
@@ -146,15 +151,17 @@ class Memories:
         looking, self._writes = self._writes, None
         looking.job.wait()
         seen_all = dict(zip(looking.hosts, looking.look.seen(), strict=True))
+        spaces = self._live.spaces  # but for those of whom another has the number now
         for host, seen in seen_all.items():
-            # of all, before anything can fail: asking forgets it
-            self._spaces[host].note(seen.written)
+            if host in spaces:  # of all, before anything can fail: asking forgets it
+                spaces[host].note(seen.written)
         for host, seen in seen_all.items():
             if seen.error:
                 raise OSError(seen.error, os.strerror(seen.error))
-            if seen.names is not None:
-                paths = self._assumed[host].paths
-                self._answers[host] = self._names.learn(paths, *seen.names)
+            if seen.names is not None and host in spaces:
+                known = spaces[host].known
+                assert known is not None
+                self._answers[host] = self._names.learn(known.paths, *seen.names)
 
     def _collect(self, host: int) -> None:
         """Take what the look at one process's map has brought, once."""
@@ -165,7 +172,7 @@ class Memories:
         (seen,) = looking.look.seen()
         space = self._spaces[host]
         old = space.known
-        known = self._maps[host] = space.map(refusing(host, self._pids[host]), seen.text)
+        known = self._maps[host] = space.map(refusing(host, space.pid), seen.text)
         answers = self._answers.get(host)
         if seen.present is None or answers is None or seen.present.unwatched:
             return
@@ -185,9 +192,9 @@ class Memories:
 
     def look_for_writes(self, host: int, seen: Memory) -> None:
         """Find out what may have changed; once for each process, when it is watched if it can."""
-        base, pid = self._live.base, self._pids[host]
-        held = base.stash.of(pid) if base is not None and base.stash is not None else {}
-        self._spaces[host].look(seen.known.bare, seen.present, held, base)
+        base, space = self._live.base, self._spaces[host]
+        held = base.stash.of(space.pid) if base is not None and base.stash is not None else {}
+        space.look(seen.known.bare, seen.present, held, base)
 
     def changes(self, host: int) -> Changes:
         """What the template has to read."""

@@ -78,9 +78,12 @@ class Known:
 class Space:
     """What is known of one process's memory. Used by one thread at a time."""
 
-    def __init__(self, host: int, origin: Template | None = None, known: Known | None = None):
+    def __init__(
+        self, host: int, pid: int, origin: Template | None = None, known: Known | None = None
+    ) -> None:
         """`origin` is the template it was cloned from, `known` what was known of it then."""
         self.host = host
+        self.pid = pid  # inside
         self.pending: list[Regions] = []
         self._copied: tuple[Template, int, Regions] | None = None
         self.compared = False  # pending pages may be unchanged: let the template compare them

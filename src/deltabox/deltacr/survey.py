@@ -36,6 +36,15 @@ class Survey:
     queue_limits: tuple[int, ...]  # see objects/mqueues.py
 
 
+@dataclass(frozen=True)
+class Around:
+    """What was found around a tree, and is there still as long as nobody in the tree moves."""
+
+    hosts: frozenset[int]  # host pids of everybody
+    world: WorldState
+    survey: Survey
+
+
 _BUFFER = 4096
 _NUMBER = 32
 _LAST_PID = "/proc/sys/kernel/ns_last_pid"
