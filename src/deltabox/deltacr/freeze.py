@@ -76,11 +76,12 @@ def freeze(
     deadline = time.monotonic() + limit
     moment = 0.001
     while True:
-        if not _await_vforks(live, min(limit, _VFORK_LIMIT)) and not limit:
+        calm, tasks = _await_vforks(live, min(limit, _VFORK_LIMIT))
+        if not calm and not limit:
             raise CheckpointError("a program is just being started")
         frozen = Frozen(began=time.monotonic())
         try:
-            _stop_all(live, frozen)
+            _stop_all(live, frozen, tasks)
             frozen.stopped = time.monotonic()
             frozen.complete = True
             break
@@ -110,10 +111,11 @@ def _give_up(frozen: Frozen, put_back: Callable[[Frozen], None]) -> None:
         _thaw(frozen, put_back)
 
 
-def _stop_all(live: Live, frozen: Frozen) -> None:
+def _stop_all(live: Live, frozen: Frozen, tasks: list[tuple[int, int]]) -> None:
+    """Stop everybody; `tasks` are those that were there a moment ago."""
     known: set[int] = set()
     while True:
-        fresh = {tid: pid for pid, tid in _tasks(live) if tid not in known}
+        fresh = {tid: pid for pid, tid in tasks or _tasks(live) if tid not in known}
         if not fresh:
             _check_settled(live, frozen)
             return
@@ -138,6 +140,7 @@ def _stop_all(live: Live, frozen: Frozen) -> None:
         _await(frozen, waiting)
         for pid in [pid for pid, tids in frozen.threads.items() if not tids]:
             del frozen.threads[pid]
+        tasks = _tasks(live)
 
 
 def _await(frozen: Frozen, waiting: dict[int, int]) -> None:
@@ -156,17 +159,18 @@ def _await(frozen: Frozen, waiting: dict[int, int]) -> None:
             raise _Unstoppable(f"thread {tid} of host process {pid}")
 
 
-def _await_vforks(live: Live, limit: float) -> bool:
-    """Wait for a moment when no thread is in vfork; whether there was one."""
+def _await_vforks(live: Live, limit: float) -> tuple[bool, list[tuple[int, int]]]:
+    """Wait for a moment when no thread is in vfork; whether there was one, and the last tasks."""
     until = time.monotonic() + limit
     while True:
-        tids = [tid for _, tid in _tasks(live)]
+        tasks = _tasks(live)
+        tids = [tid for _, tid in tasks]
         answers = _stats(len(tids)).ask(tids)
         waiting = [t for t, name in zip(tids, answers.names, strict=True) if _waits(answers, name)]
         if not any(_in_vfork(tid) for tid in waiting):
-            return True
+            return True, tasks
         if time.monotonic() > until:
-            return False
+            return False, tasks
         time.sleep(0.001)
 
 

@@ -71,6 +71,28 @@ _UPDATED_CALLS: dict[int, tuple[str, int]] = {
 }
 
 
+_ARGUMENTS = ("rdi", "rsi", "rdx", "r10", "r8", "r9")
+_SEMOP = 65
+
+
+def may_be_late(call: bytes) -> bool:
+    """Whether a stop would make a blocked call last longer; `call` is /proc/TID/syscall.
+
+    So it is with those that answer -EINTR and have a timeout: nobody knows how much is left.
+    """
+    fields = call.split()
+    if len(fields) < 1 + len(_ARGUMENTS):
+        return False  # it runs, or is in no call
+    number = int(fields[0])
+    if number not in _EINTR_CALLS or number == _SEMOP:
+        return False
+    timeout = _EINTR_CALLS[number]
+    if timeout is None:
+        return True  # a socket may have one
+    value = int(fields[1 + _ARGUMENTS.index(timeout[0])], 16)
+    return 0 < value & 0xFFFFFFFF < 1 << 31 if timeout[1] == "ms" else value != 0
+
+
 class UnknownCall(Exception):
     """A restarted call whose number cannot be told any more."""
 

@@ -28,6 +28,7 @@ from functools import lru_cache
 from ..linux import numbers as nr
 from ..linux.ask import Kind, Questions
 from .inject import DATA, Injection
+from .interrupted import may_be_late
 from .look import Look
 from .model import PAGE, PosixTimer
 from .objects import attributes, locked, signals, timers
@@ -134,7 +135,7 @@ class Witness:
             look.file("limits"),
             notes,
             _pages(notes, memory_fd),
-            _switches_now(tids),
+            {tid: count for tid, (_, count) in sleeping(tids).items()},
         )
 
     def holds(
@@ -191,25 +192,24 @@ def _switches(look: Look, tid: int) -> int:
 def _statuses(count: int) -> Questions:
     ask = Questions()
     for who in range(count):
-        ask.add(str(who), Kind.READ, "/proc/%2$d/status", who=who)
+        ask.add(f"{who}", Kind.READ, "/proc/%2$d/status", who=who)
+        ask.add(f"{who} call", Kind.READ, "/proc/%2$d/syscall", who=who)
     return ask
 
 
-def _switches_now(tids: Sequence[int]) -> dict[int, int]:
-    found = sleeping(tids)
-    return {tid: count for tid, (_, count) in found.items()}
-
-
 def sleeping(tids: Sequence[int]) -> dict[int, tuple[bool, int]]:
-    """By host tid: (whether it waits, how often it has gone to sleep); without those that ended."""
+    """By host tid: (whether a stop would not disturb it, how often it has gone to sleep).
+
+    Without those that have ended.
+    """
     answers = _statuses(len(tids)).ask(tids)
     found = {}
-    for tid, name in zip(tids, answers.names, strict=True):
-        status = answers.get(name)
-        if status is not None:
+    for index, tid in enumerate(tids):
+        status, call = answers.get(f"{index}"), answers.get(f"{index} call")
+        if status is not None and call is not None:
             state = status.split(b"\nState:\t", 1)[1][:1]
             count = status.rsplit(b"\nvoluntary_ctxt_switches:\t", 1)[1].split(b"\n", 1)[0]
-            found[tid] = state == b"S", int(count)
+            found[tid] = state == b"S" and not may_be_late(call), int(count)
     return found
 
 

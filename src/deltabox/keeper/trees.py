@@ -594,19 +594,19 @@ class Tree:
 
         But not at once: a shell has a few pages more to write until it waits for the next one.
         """
-        self._ahead(box, 0)
+        self._ahead(box, box.live.ahead.undisturbed(), 0)
 
-    def _ahead(self, box: Box, turn: int) -> None:
+    def _ahead(self, box: Box, calm: Callable[[], bool], turn: int) -> None:
         key, after = f"ahead {box.number}", _TURNS[turn]
-        self.background.quietly(key, self._work_ahead, box, turn, after=after)
+        self.background.quietly(key, self._work_ahead, box, calm, turn, after=after)
 
-    def _work_ahead(self, box: Box, turn: int) -> None:
-        if box.closing or box.dead:
+    def _work_ahead(self, box: Box, calm: Callable[[], bool], turn: int) -> None:
+        if box.closing or box.dead or (turn and not calm()):
             return
         self.image.presync()
         more = self.engine.work_ahead(box.live, rested=turn > 0)
         if turn == 0 or (more and turn + 1 < len(_TURNS)):
-            self._ahead(box, turn + 1)
+            self._ahead(box, calm, turn + 1)
 
     def _busy(self) -> bool:
         """Whether somebody waits for a checkpoint, a rollback or a fork."""
