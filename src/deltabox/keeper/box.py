@@ -139,6 +139,7 @@ class Box:
         finally:
             with self.changed:
                 self.calls.pop(call.number, None)
+            self.tree.touch(self)  # the caller has an answer, and is likely to think about it
 
     def wait(self, call: Call, deadline: float | None) -> bool:
         """Wait until something has changed; False when the deadline (monotonic) has passed.

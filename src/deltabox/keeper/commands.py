@@ -198,7 +198,6 @@ def run(
                     out, err, truncated = _take(found)
                     status = found.status
                     box.abandon(found)
-    box.tree.touch(box)
     if status is None:
         raise SandboxClosed("the sandbox was closed while the command ran")
     return {"exit_code": status, "stdout": out, "stderr": err, "truncated": truncated}
@@ -274,7 +273,6 @@ def shell_run(
             call.gone = False
             _cut_off(box, number, call)
             raise
-    box.tree.touch(box)
     return {
         "exit_code": done.status,
         "stdout": done.stdout,
@@ -416,22 +414,6 @@ def read(
     Returns what is removed from the buffer; b"" at the end of the stream. When the time is over
     nothing is removed.
     """
-    data = _read(box, number, stream, how, pattern, flags, text, timeout, attach)
-    box.tree.touch(box)  # the caller has an answer, and is likely to think about it
-    return data
-
-
-def _read(
-    box: Box,
-    number: int,
-    stream: str,
-    how: str,
-    pattern: bytes,
-    flags: int,
-    text: bool,
-    timeout: float | None,
-    attach: Attach,
-) -> bytes:
     deadline = None if timeout is None else time.monotonic() + timeout
     searching: Unread | None = None
     with box.calling(attach) as call, box.changed:

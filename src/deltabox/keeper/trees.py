@@ -605,7 +605,8 @@ class Tree:
             return
         self.image.presync()
         more = self.engine.work_ahead(box.live, rested=turn > 0)
-        if turn == 0 or (more and turn + 1 < len(_TURNS)):
+        more = more or turn == 0
+        if more and turn + 1 < len(_TURNS) and calm():  # else there is a newer touch, or will be
             self._ahead(box, calm, turn + 1)
 
     def _busy(self) -> bool:
