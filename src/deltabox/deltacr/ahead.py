@@ -39,7 +39,7 @@ from .stash import Changes, Held, Pull, feed, plan
 from .subject import Refused
 from .survey import Around
 from .template import Template
-from .told import Witness, ask, sleeping
+from .told import Witness, activities, ask
 
 _PIECE = 8 << 20  # bytes copied in one go
 _YOUNG = 0.1  # seconds
@@ -82,7 +82,7 @@ def work(
         if rested and not young:
             _rehearse(live, spaces, threads)
         elif any(not s.watched and _settled(s.host) for s in spaces.values()):
-            _ask_all(live, spaces)
+            _meet(live, spaces, threads)
     names = Names(live.root, base, born, _NoGhosts())
     found: dict[int, tuple[Mapping, ...]] = {}
     present: dict[int, Regions] = {}
@@ -122,16 +122,23 @@ def _warm(live: Live) -> dict[int, list[int]]:
     return threads
 
 
+def _meet(live: Live, spaces: dict[int, Space], threads: dict[int, list[int]]) -> None:
+    """Have new processes be watched, if nobody's call would last longer for it."""
+    now = activities([tid for tids in threads.values() for tid in tids])
+    if not any(one.may_be_late for one in now.values()):
+        _ask_all(live, spaces)
+
+
 def _rehearse(live: Live, spaces: dict[int, Space], threads: dict[int, list[int]]) -> None:
     """Ask those that have moved since they were asked, if everybody waits."""
-    now = sleeping([tid for tids in threads.values() for tid in tids])
-    if not all(waits for waits, _ in now.values()):
+    now = activities([tid for tids in threads.values() for tid in tids])
+    if not all(one.waits and not one.may_be_late for one in now.values()):
         return
-    counts = {
-        host: {tid: now[tid][1] for tid in tids if tid in now} for host, tids in threads.items()
-    }
-    if not all(space.is_asleep(counts.get(space.host, {})) for space in spaces.values()):
-        _ask_all(live, spaces)
+    for space in spaces.values():
+        tids = threads.get(space.host, ())
+        if not space.is_asleep({tid: now[tid].switches for tid in tids if tid in now}):
+            _ask_all(live, spaces)
+            return
 
 
 def _ask_all(live: Live, spaces: dict[int, Space]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ..errors import UnsupportedState
 from ..linux import pidfd, proc, userfaultfd
 from ..linux.ptrace import Registers
-from . import memory
+from . import memory, verify
 from .descriptors import DescriptorTable
 from .freeze import Frozen, in_interpreter
 from .inject import Injection, NoRoom
@@ -158,10 +158,9 @@ class Capturing:
             memories = Memories(live, self.frozen.threads, self.names, self.template)
             self._memories = stack.enter_context(memories)
             self._look(stack)
-            around = live.around
-            hosts = frozenset(self.frozen.threads)
-            if around is None or around.hosts != hosts or self.still.keys() != hosts:
-                around = None
+            around, hosts = live.around, frozenset(self.frozen.threads)
+            believed = around is not None and around.hosts == hosts == self.still.keys()
+            if not believed or verify.ENABLED:
                 survey = stack.enter_context(live.surveying())
                 world = stack.enter_context(live.world_now())
             self.common = live.common()
@@ -169,9 +168,14 @@ class Capturing:
                 self._gather_all()
             finally:
                 self.table.close()
-            live.around = around or Around(hosts, world(), survey())
-        self.survey = live.around.survey
-        self._check_world(live.around.world)
+            if not believed or verify.ENABLED:
+                found = Around(hosts, world(), survey())
+                if believed:
+                    verify.same("what surrounds the tree", around, found)
+                around = live.around = found
+        assert around is not None
+        self.survey = around.survey
+        self._check_world(around.world)
         self._check_survey()
 
     def _look(self, stack: ExitStack) -> None:
@@ -287,7 +291,13 @@ class Capturing:
         if len(posix) > MOST_TIMERS:
             raise refuse(f"has {len(posix)} POSIX timers", "timer")
         memory_fd = self.memory[host]
-        told = self.still.get(host) or self._ask(host, look, tids, posix, memory_fd)
+        told = self.still.get(host)
+        if told is None or verify.ENABLED:
+            answers = self._ask(host, look, tids, posix, memory_fd)
+            if told is not None:
+                verify.same(f"what pid {pid} has told", told, answers)
+                self._memories.verify(host)
+            told = answers
         actions = signals.parse(told.buffer)
         threads = {
             tid: self._going(tid, look, told.threads[tid], actions, memory_fd, refuse)

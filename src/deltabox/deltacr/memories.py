@@ -15,7 +15,7 @@ from ..errors import UnsupportedState
 from ..linux import beside, bulk, proc, userfaultfd
 from ..linux.ask import Answers
 from ..linux.bulk import Regions
-from . import memory
+from . import memory, verify
 from .live import Live
 from .look import Look
 from .model import Mapping as Vma
@@ -120,6 +120,16 @@ class Memories:
             self._maps[host] = known
             self._memories[host] = Memory(known, known.present, answers, found)
         return True
+
+    def verify(self, host: int) -> None:
+        """In test mode: what is known of a process that is still, its map and pages, is so."""
+        space = self._spaces[host]
+        known = space.known
+        assert known is not None and known.present is not None
+        found = space.map(refusing(host, space.pid))
+        verify.same(f"the map of pid {space.pid}", known.text, found.text)
+        pages = space.present(known.bare).packed
+        verify.same(f"the pages of pid {space.pid}", known.present.packed, pages)
 
     def is_mapped(self, host: int) -> bool:
         """Whether its map has been read since it was stopped."""

@@ -135,7 +135,7 @@ class Witness:
             look.file("limits"),
             notes,
             _pages(notes, memory_fd),
-            {tid: count for tid, (_, count) in sleeping(tids).items()},
+            {tid: now.switches for tid, now in activities(tids).items()},
         )
 
     def holds(
@@ -189,7 +189,7 @@ def _switches(look: Look, tid: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _statuses(count: int) -> Questions:
+def _activities(count: int) -> Questions:
     ask = Questions()
     for who in range(count):
         ask.add(f"{who}", Kind.READ, "/proc/%2$d/status", who=who)
@@ -197,19 +197,25 @@ def _statuses(count: int) -> Questions:
     return ask
 
 
-def sleeping(tids: Sequence[int]) -> dict[int, tuple[bool, int]]:
-    """By host tid: (whether a stop would not disturb it, how often it has gone to sleep).
+@dataclass(frozen=True)
+class Activity:
+    """What a thread that nobody has stopped is doing."""
 
-    Without those that have ended.
-    """
-    answers = _statuses(len(tids)).ask(tids)
+    waits: bool
+    may_be_late: bool  # a stop would make the call that it is in last longer
+    switches: int  # how often it has gone to sleep
+
+
+def activities(tids: Sequence[int]) -> dict[int, Activity]:
+    """By host tid; without those that have ended."""
+    answers = _activities(len(tids)).ask(tids)
     found = {}
     for index, tid in enumerate(tids):
         status, call = answers.get(f"{index}"), answers.get(f"{index} call")
         if status is not None and call is not None:
             state = status.split(b"\nState:\t", 1)[1][:1]
             count = status.rsplit(b"\nvoluntary_ctxt_switches:\t", 1)[1].split(b"\n", 1)[0]
-            found[tid] = state == b"S" and not may_be_late(call), int(count)
+            found[tid] = Activity(state == b"S", may_be_late(call), int(count))
     return found
 
 

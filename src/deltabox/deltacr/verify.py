@@ -5,6 +5,9 @@ was copied when, ahead of the checkpoint or at it.  A page that is missed is a s
 after a restore, perhaps hours later.  So in a keeper that was started with DELTABOX_VERIFY=1, as
 the tests start theirs, nothing is believed: a difference is an error of the checkpoint, at once.
 
+Nor is it believed that a process has not moved (told.py): it is asked again, and its map and pages
+looked at again, and what surrounds the tree.
+
 What the kernel itself writes on the way back from a stop may differ: the area of restartable
 sequences (struct rseq), which is registered anew in every restore.
 """
@@ -40,6 +43,12 @@ def check(
                 os.close(own)
     finally:
         os.close(held)
+
+
+def same(what: str, believed: object, found: object) -> None:
+    """Raises CheckpointError if something that was believed not to have changed has."""
+    if believed != found:
+        raise CheckpointError(f"verification: {what} changed unnoticed: {believed} -> {found}")
 
 
 def _check(process: Process, own: int, held: int, stash: Stash, kernels: set[int]) -> None:
