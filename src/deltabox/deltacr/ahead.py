@@ -177,11 +177,10 @@ def _ask(live: Live, space: Space, pid: int, threads: list[int], common: CommonL
             told = ask(known, host, look, tids, [], memory_fd, space.watch)
         except NoRoom:
             told = ask(space.map(refuse), host, look, tids, [], memory_fd, space.watch)
-        seen = space.seen
-        if not seen:  # everything counts as written, and must not seem to have been so since
+        if not space.seen:  # everything counts as written, and must not seem to have been so since
             bare = space.map(refuse).bare
             space.look(bare, space.present(bare), *_base(live, pid))
-        space.remember(told, Witness.of(look, tids, memory_fd), mapped=not seen)
+        space.remember(told, Witness.of(look, tids, memory_fd))
     finally:
         os.close(memory_fd)
 

@@ -392,6 +392,7 @@ class Capturing:
         """With pages, checked names and objects; as they were found before if nothing changed."""
         seen = self._memories.of(host)
         if seen.found is not None:
+            self._memories.space(host).confirm()
             return seen.found
         mappings = memory.with_pages(seen.known.bare, seen.present)
         mappings = self.names.mapped(host, mappings, refuse)
@@ -414,9 +415,8 @@ class Capturing:
         except NoRoom:
             known = self._memories.map(host)
             told = ask(known, host, look, tids, posix, memory_fd, also)
-        mapped = self._memories.is_mapped(host)
         witness = Witness.of(look, tids, memory_fd)
-        self._memories.space(host).remember(told, witness, mapped=mapped)
+        self._memories.space(host).remember(told, witness)
         self._memories.begin(host)
         return told
 

@@ -92,7 +92,7 @@ class Space:
         self._origin = origin
         self.told: Told | None = None  # what it has said at its last stop
         self._witness: Witness | None = None
-        self._mapped = False  # its map was read since
+        self._confirmed = False  # what is known was found, or found to be so, since
         self._since = 0  # what was noted from here on was written since
         self.seen = False  # its pages have been protected once
         self._areas: tuple[Items[Mapping], Areas, Areas] | None = None
@@ -172,7 +172,6 @@ class Space:
             text = _flags(gap | int(self.watched)).ask([self.host])["flags"]
         if self.known is None or self.known.text != text:
             self.known = Known(text, *memory.mappings(text, refuse))
-        self._mapped = True
         return self.known
 
     def learn(
@@ -181,13 +180,18 @@ class Space:
         """Remember what was found in the present map. Without names: only what depends on none."""
         assert self.known is not None
         self.known = replace(self.known, present=present, names=names, found=found)
+        self.confirm()
+
+    def confirm(self) -> None:
+        """All that is known has been found to be so again."""
+        self._confirmed = True
 
     # -- whether it has moved since it was asked (told.py) ----------------------------------------
 
-    def remember(self, told: Told, witness: Witness, *, mapped: bool) -> None:
-        """It has just been asked, and is stopped yet; if not `mapped`, its map is read later."""
+    def remember(self, told: Told, witness: Witness) -> None:
+        """It has just been asked, and is stopped yet; map and pages are looked at after this."""
         self.told, self._witness = told, witness
-        self._mapped = mapped
+        self._confirmed = False
         self._since = len(self.pending)
 
     def is_still(self, look: Look, tids: Items[int], memory_fd: int) -> bool:
@@ -198,7 +202,7 @@ class Space:
         if self.told is None or self._witness is None or self.told.times or not self.watched:
             return False
         known = self.known
-        if not self._mapped or known is None or known.names is None or known.present is None:
+        if not self._confirmed or known is None or known.names is None or known.present is None:
             return False
         written = [(low, high) for low, high, _ in bulk.union(self.pending[self._since :])]
         if not self._witness.holds(look, tids, written, memory_fd):
@@ -212,7 +216,7 @@ class Space:
 
     def is_asleep(self, counts: dict[int, int]) -> bool:
         """Whether a running process has only fallen asleep since; `counts` are of its threads."""
-        return self._mapped and self._witness is not None and self._witness.asleep(counts)
+        return self._confirmed and self._witness is not None and self._witness.asleep(counts)
 
     # -- looking at its pages ---------------------------------------------------------------------
 
