@@ -23,7 +23,7 @@ import resource
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,9 +35,8 @@ from ..errors import (
     UnsupportedState,
 )
 from ..linux import cgroup
-from ..linux import numbers as nr
 from ..linux.cgroup import remove as remove_cgroup
-from . import ahead, boot, checkpoint
+from . import ahead, boot, checkpoint, improve
 from .asked import Asked
 from .boot import First
 from .checkpoint import AtInstant
@@ -51,7 +50,6 @@ from .objects.ghosts import Attic
 from .peer import Loaded, Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import SLOTS, WORLD_SLOT, Program, Sealed
 from .reports import Exit as Exit
-from .stash import duplicate, plan
 from .survey import WorldState
 from .template import Template
 
@@ -63,9 +61,8 @@ __all__ = ["Engine", "Exit", "Live", "Template", "Tree", "remove_cgroup"]
 _INTERPRETER = Path(__file__).with_name("_interpreter")
 _BLANKS = 2
 _SPARE, _MOST = 2, 64  # one more waits in each spare, and in each standby
-_GENERATIONS = 8
-_MADV_COLLAPSE = 25
-_GATHERED = 32 << 20  # bytes at once
+_MOST_GENERATIONS = 200  # a fork of the last takes some 40 ms
+_SMALL = 128 << 20  # bytes
 _OWN_MEMORY = 4 << 20  # what a template and its door take besides the pages they hold
 
 
@@ -466,42 +463,53 @@ class Tree:
     def prepare(self, live: Live) -> None:
         """Make the template of a live tree's next checkpoint ahead; for the caller's background.
 
-        It is a fork of the last one. After a few generations of that it is a full copy instead,
-        because the kernel's forks get slower with every generation. The first is blank.
+        It is a fork of the last one; the first is blank. When `improve` gets no rest to do it in,
+        a copy of a small one is made here after some generations.
         """
         base = live.base
         if live.successor is not None or (base is not None and base.closed):
             return
         try:
-            if base is None:
-                made = self._take_blank()
-            else:
-                self._gather(base)
-                old = base.depth >= _GENERATIONS
-                made = self._copy_of(base) if old else self._fork_of(base)
+            if base is not None and base.stash is not None:
+                whole = sum(base.stash.sizes().values())
+                if whole <= _SMALL and self._improve_now(live, base):
+                    return
+            made = self._take_blank() if base is None else self._fork_of(base)
         except (OSError, ProgramFailed, PeerGone, CheckpointError) as error:
             log.info("the next checkpoint will be a full copy: %s", error)
             return
         if not live.keep_successor(base, made):
             made.close()
 
-    def _gather(self, template: Template) -> None:
-        """Put pages that a template has to itself into huge ones, which are quicker to fork.
+    def _improve_now(self, live: Live, base: Template) -> bool:
+        """What `improve` may not get the rest to do, or what was not fed ahead.
 
-        MADV_COLLAPSE leaves no flag behind. Only what is full of pages: no memory is added.
+        Whether there is a successor now.
         """
-        if template.depth or template.gathered or template.stash is None:
+        if not base.depth:
+            for _ in improve.gather(base, lambda: not self._closed):
+                pass
+        elif base.depth >= 2 * improve.GENERATIONS:
+            for _ in self.improve(live):
+                pass
+        return live.successor is not None
+
+    def improve(self, live: Live) -> Iterator[None]:
+        """Make a live tree's templates quicker to fork, piece by piece; see `improve.improve`."""
+        if live.improving:
             return
-        template.gathered = True
-        for low, high in template.stash.full():
-            for start in range(low, high, _GATHERED):
-                size = min(high - start, _GATHERED)
-                program = Program()
-                program.root.call(nr.MADVISE, start, size, _MADV_COLLAPSE, may_fail=True)
-                with template.life:  # not for long: a checkpoint may want to fork it
-                    if template.closed or self._closed:
-                        return
-                    template.peer.run(program.seal(), 0)
+        live.improving = True
+        try:
+            yield from improve.improve(
+                live,
+                take_blank=self._take_blank,
+                reference=self.reference,
+                has_room=self.has_room,
+            )
+        except (OSError, ProgramFailed, PeerGone, CheckpointError) as error:
+            log.info("the templates stay as slow as they are: %s", error)
+        finally:
+            live.improving = False
 
     def _successor(self, live: Live) -> Template:
         """A template for the next checkpoint: prepared, forked now, or blank."""
@@ -509,8 +517,8 @@ class Tree:
         if made is not None:
             return made
         base = live.base
-        # one generation too many is better than a full copy while the tree is frozen
-        if base is not None and not base.closed and base.depth < 2 * _GENERATIONS:
+        # many generations too many are better than a full copy while the tree is frozen
+        if base is not None and not base.closed and base.depth < _MOST_GENERATIONS:
             try:
                 return self._fork_of(base)
             except (OSError, ProgramFailed, PeerGone) as error:
@@ -522,28 +530,6 @@ class Tree:
         made = self._blank(base)
         made.stash, made.depth = base.stash, base.depth + 1
         made.mappings = base.mappings
-        return made
-
-    def _copy_of(self, base: Template) -> Template:
-        """A template with copies of all pages of another."""
-        made = self._take_blank()
-        try:
-            with base.life:
-                if base.closed or base.stash is None or base.capture is None:
-                    raise PeerGone("the template has been closed")
-                fresh = plan(base.capture.processes, None)
-                whole = sum(base.stash.sizes().values())
-                made.resize(own=whole, whole=whole)
-                program, fds = duplicate(base.stash, fresh, base.pid_outside, self.reference)
-                try:
-                    made.peer.run(program.seal(), 0, fds)
-                finally:
-                    for fd in fds.values():
-                        os.close(fd)
-                made.stash = fresh
-        except BaseException:
-            made.close()
-            raise
         return made
 
     def _fork_template(self, base: Template | None, fds: Mapping[str, int]) -> int:

@@ -81,6 +81,7 @@ class Live:
         self.cloned_from: Template | None = None
         self.base: Template | None = None  # the last state of it that a template holds
         self.successor: Template | None = None  # made ahead for the next checkpoint
+        self.improving = False  # somebody is about to make a better one
         self.spaces: dict[int, Space] = {}  # by host pid
         self.ahead = Ahead()
         self._world: Questions | None = None
@@ -171,6 +172,16 @@ class Live:
             stale, self.successor = self.successor, None
         if stale is not None:
             stale.close()
+
+    def replace_successor(self, base: Template, made: Template) -> bool:
+        """Keep a better template for the next checkpoint; False when it comes too late."""
+        with self._end_lock:
+            if self._ended or self.base is not base:
+                return False
+            worse, self.successor = self.successor, made
+        if worse is not None:
+            worse.close()
+        return True
 
     def take_successor(self) -> Template | None:
         with self._end_lock:

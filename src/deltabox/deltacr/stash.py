@@ -433,9 +433,7 @@ def _reserve(program: Program, held: Held, known: int) -> None:
     )
 
 
-def duplicate(
-    old: Stash, new: Stash, template: int, reference: int
-) -> tuple[Program, dict[str, int]]:
+def duplicate(old: Stash, new: Stash, template: int, reference: int) -> Feeding:
     """Fill a blank template with all that another one (a host pid) holds, page by page.
 
     The copy begins a new line, because forks of forks of templates get slower with every
@@ -448,22 +446,20 @@ def duplicate(
     program = Program("memory", *names)
     fds = {path: openat2(reference, path, os.O_RDONLY) for path in names}
     fds["memory"] = os.open(f"/proc/{template}/mem", os.O_RDONLY | os.O_CLOEXEC)
-    ranges: list[tuple[int, int, int]] = []
+    feeding = Feeding(program, fds, program.variable())
+    remote, local = array("Q"), array("Q")
     for key, held in new.held.items():
         _reserve(program, held, 0)
         origin = old.held[key].shift
-        ranges += [(low + origin, low + held.shift, high - low) for low, high in held.pages]
-    if ranges:
-        program.root.pull(
-            program.inputs["memory"],
-            b"".join(struct.pack("<QQ", start, size) for start, _, size in ranges),
-            b"".join(struct.pack("<QQ", start, size) for _, start, size in ranges),
-            len(ranges),
-            sum(size for _, _, size in ranges),
-            is_file=True,
-            what=f"read the memory of host process {template}",
-        )
-    return program, fds
+        for low, high in held.pages:
+            remote.extend((low + origin, high - low))
+            local.extend((low + held.shift, high - low))
+    if remote:
+        what = f"read the memory of host process {template}"
+        packed = remote.tobytes(), local.tobytes()
+        size = sum(remote[1::2])
+        feeding.pulls.append(Pull(0, "memory", *packed, len(remote) // 2, size, what))
+    return feeding
 
 
 def _without(

@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 # seconds of rest before each turn of working ahead
 _TURNS = (0.0, 0.04, 0.1)
+_REST = 2.0  # times as long as a piece of improving templates took, nothing more of it is done
 
 SPARES = 16
 """Spare layers kept in one tree; the oldest go first."""
@@ -608,6 +609,17 @@ class Tree:
         more = more or turn == 0
         if more and turn + 1 < len(_TURNS) and calm():  # else there is a newer touch, or will be
             self._ahead(box, calm, turn + 1)
+        elif turn:
+            self.background.quietly(f"improve {box.number}", self._improve, box)
+
+    def _improve(self, box: Box, steps: Iterator[None] | None = None) -> None:
+        """Make the templates quicker to fork, one piece at a time, with rests between them."""
+        steps = steps or self.engine.improve(box.live)
+        began = time.monotonic()
+        for _ in steps:
+            rest = _REST * (time.monotonic() - began)
+            self.background.quietly(f"improve {box.number}", self._improve, box, steps, after=rest)
+            return
 
     def _busy(self) -> bool:
         """Whether somebody waits for a checkpoint, a rollback or a fork."""
