@@ -47,6 +47,7 @@ from .records import (
 )
 
 _GIB = 1 << 30
+_AT_ONCE = 4 << 20  # bytes in one piece of a copy of a template
 _SMALL = 2 << 20  # what one page of the lowest page table maps
 _FEW = 2  # in one GiB
 _IOV_MAX = 1024
@@ -451,9 +452,11 @@ def duplicate(old: Stash, new: Stash, template: int, reference: int) -> Feeding:
     for key, held in new.held.items():
         _reserve(program, held, 0)
         origin = old.held[key].shift
-        for low, high in held.pages:
-            remote.extend((low + origin, high - low))
-            local.extend((low + held.shift, high - low))
+        for first, end in held.pages:
+            for low in range(first, end, _AT_ONCE):  # nothing smaller can be told apart later
+                size = min(end - low, _AT_ONCE)
+                remote.extend((low + origin, size))
+                local.extend((low + held.shift, size))
     if remote:
         what = f"read the memory of host process {template}"
         packed = remote.tobytes(), local.tobytes()
