@@ -27,6 +27,7 @@ from ..linux.bulk import Regions
 from . import memory
 from .checkpoint import undisturbed
 from .freeze import freeze
+from .improve import reserve
 from .inject import NoRoom
 from .live import Live
 from .look import CommonLook, Look, questions
@@ -254,10 +255,16 @@ def _copy(
                 template.close()
             raise
         template.read_ahead += run.variable(feeding.copied) * PAGE
+        empty = template.stash is None
         template.stash, template.mappings = stash, {}
         pieces = deque(piece for pull in feeding.pulls for piece in pull.pieces(_PIECE))
         _mark(template, spaces, looks, pieces)
     try:
+        for program in reserve(stash) if empty else ():
+            with live.ahead.step() as may:
+                if not may or live.successor is not template or not calm():
+                    return
+                template.peer.run(program.seal(), 0)
         while pieces:
             with live.ahead.step() as may:
                 if not may or live.successor is not template or not calm():

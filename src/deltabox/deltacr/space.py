@@ -204,8 +204,7 @@ class Space:
         known = self.known
         if not self._confirmed or known is None or known.names is None or known.present is None:
             return False
-        written = [(low, high) for low, high, _ in bulk.union(self.pending[self._since :])]
-        if not self._witness.holds(look, tids, written, memory_fd):
+        if not self._witness.holds(look, tids, self._written(), memory_fd):
             self.told = self._witness = None
             return False
         self._witness = self._witness.again(look)
@@ -215,8 +214,17 @@ class Space:
         return True
 
     def is_asleep(self, counts: dict[int, int]) -> bool:
-        """Whether a running process has only fallen asleep since; `counts` are of its threads."""
-        return self._confirmed and self._witness is not None and self._witness.asleep(counts)
+        """Whether a running process seems only to have fallen asleep since.
+
+        `counts` are of its threads. What it has written since the last look is not known yet.
+        """
+        if self._witness is None or not self._confirmed or not self._witness.asleep(counts):
+            return False
+        return self._witness.expects(self._written())
+
+    def _written(self) -> list[tuple[int, int]]:
+        """What is known to have been written since it was asked."""
+        return [(low, high) for low, high, _ in bulk.union(self.pending[self._since :])]
 
     # -- looking at its pages ---------------------------------------------------------------------
 

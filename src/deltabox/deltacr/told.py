@@ -147,11 +147,15 @@ class Witness:
             or look.file("limits") != self.limits
             or any(_thread(look, tid) != seen for tid, seen in self.threads.items())
             or any(_switches(look, tid) != count + 2 for tid, count in self.switches.items())
-            or not all(low in self.pages and high - low == PAGE for low, high in written)
+            or not self.expects(written)
         ):
             return False
         notes = {tid: (r.address, r.size) for tid in tids if (r := look.thread(tid).rseq).address}
         return notes == self.notes and _pages(notes, memory_fd) == self.pages
+
+    def expects(self, written: Sequence[tuple[int, int]]) -> bool:
+        """Whether these are pages in which the kernel notes something when threads go on."""
+        return all(at in self.pages for low, high in written for at in range(low, high, PAGE))
 
     def asleep(self, counts: Mapping[int, int]) -> bool:
         """Whether threads that run on have gone to sleep once, and not woken up since."""
