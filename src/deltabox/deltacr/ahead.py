@@ -63,13 +63,14 @@ def work(
     born: float,
     reference: int,
     has_room: Callable[[int], bool],
+    in_use: bool,
     rested: bool,
 ) -> bool:
     """Get as far as possible; whether there will be more to do soon, when processes are older.
 
     Raises what a checkpoint would; nothing depends on it. A sandbox of which no checkpoint was
-    taken yet is copied whole, if `has_room` for so many bytes. `rested`: nobody has wanted anything
-    for a while, and is not likely to now.
+    taken yet is copied whole, if `has_room` for so many bytes. Nobody is stopped while a caller has
+    it `in_use`. `rested`: nobody has wanted anything for a while, and is not likely to now.
     """
     if not userfaultfd.supported():
         return False
@@ -80,10 +81,11 @@ def work(
         threads = _warm(live)
         spaces = {pid: live.space(host, pid) for pid, host in live.hosts().items()}
         young = any(not s.watched and not _settled(s.host) for s in spaces.values())
-        if rested and not young:
-            _rehearse(live, spaces, threads)
-        elif any(not s.watched and _settled(s.host) for s in spaces.values()):
-            _meet(live, spaces, threads)
+        if not in_use:
+            if rested and not young:
+                _rehearse(live, spaces, threads)
+            elif any(not s.watched and _settled(s.host) for s in spaces.values()):
+                _meet(live, spaces, threads)
     names = Names(live.root, base, born, _NoGhosts())
     found: dict[int, tuple[Mapping, ...]] = {}
     present: dict[int, Regions] = {}

@@ -32,7 +32,8 @@ from .box import Box, Saved
 from .budget import Budget
 from .handles import Handle
 from .identity import Identity
-from .trees import Node, Revived, Tree, close_handles
+from .nodes import Node, Revived
+from .trees import Tree, close_handles
 
 log = logging.getLogger(__name__)
 

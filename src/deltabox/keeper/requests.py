@@ -29,8 +29,9 @@ from .box import Box
 from .budget import Budget
 from .faults import Faults
 from .journal import Journal
+from .nodes import Node
 from .streams import Pump
-from .trees import Node, Tree
+from .trees import Tree
 
 if TYPE_CHECKING:
     from .server import Connection

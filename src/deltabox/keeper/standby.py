@@ -36,7 +36,8 @@ from .box import Box
 from .budget import Budget
 
 if TYPE_CHECKING:
-    from .trees import Node, Revived, Tree
+    from .nodes import Node, Revived
+    from .trees import Tree
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,75 +42,18 @@ from .box import Box, Saved
 from .budget import Budget
 from .handles import Handle
 from .identity import Registrations
+from .leisure import Leisure
+from .nodes import Node, Revived, Spare
 from .retention import Retention
 from .standby import Standby
 from .streams import Pump, Writer
 
 log = logging.getLogger(__name__)
 
-# seconds of rest before each turn of working ahead
-_TURNS = (0.0, 0.04, 0.1)
-_REST = 2.0  # times as long as a piece of improving templates took, nothing more of it is done
-
 SPARES = 16
 """Spare layers kept in one tree; the oldest go first."""
 DYING = 4
 """Trees of processes that may be ending at once; the next rollback waits for one of them."""
-
-
-@dataclass(frozen=True)
-class Spare:
-    """A writable copy of a checkpoint's files, mounted (detached) and waiting to be used."""
-
-    layer: Layer
-    mount: int
-    world: Live | None = None  # a first process that has it for its root
-
-
-@dataclass
-class Node:
-    """A checkpoint. Changed only with the tree's lock held, `spare` with its own."""
-
-    number: str
-    serial: int
-    name: str | None
-    parent: str | None
-    created_at: float
-    snapshot: Snapshot
-    template: Template
-    saved: Saved
-    stats: dict[str, Any]
-    children: list[str] = field(default_factory=list)
-    pins: int = 0
-    held: bool = False
-    references: int = 0  # objects for it in the client
-    deleted: bool = False
-    spare: Spare | None = None
-    spare_lock: threading.Lock = field(default_factory=threading.Lock)
-    changed_files: int | None = None
-
-    @property
-    def referred(self) -> bool:
-        return self.references > 0
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "id": self.number,
-            "name": self.name,
-            "parent": self.parent,
-            "children": list(self.children),
-            "created_at": self.created_at,
-        }
-
-
-@dataclass(frozen=True)
-class Revived:
-    """A restored tree of processes that waits to be let go, with its files and handles."""
-
-    live: Live
-    layer: Layer
-    handles: dict[int, Handle]
-    registrations: Registrations
 
 
 class Tree:
@@ -182,6 +125,7 @@ class Tree:
             self.engine.ledger.report = lambda change: budget.took(memory=change)
             self.retention.change(policy, ())
             self.background = Background(name, idle=self._idle, busy=self._busy)
+            self._leisure = Leisure(self.background, self.engine, self.image.presync)
             budget.enter(self)
             undo.pop_all()
 
@@ -591,35 +535,8 @@ class Tree:
         self.budget.took(disk=change)
 
     def touch(self, box: Box) -> None:
-        """A command has ended: work ahead for a checkpoint while the caller is thinking.
-
-        But not at once: a shell has a few pages more to write until it waits for the next one.
-        """
-        self._ahead(box, box.live.ahead.undisturbed(), 0)
-
-    def _ahead(self, box: Box, calm: Callable[[], bool], turn: int) -> None:
-        key, after = f"ahead {box.number}", _TURNS[turn]
-        self.background.quietly(key, self._work_ahead, box, calm, turn, after=after)
-
-    def _work_ahead(self, box: Box, calm: Callable[[], bool], turn: int) -> None:
-        if box.closing or box.dead or (turn and not calm()):
-            return
-        self.image.presync()
-        more = self.engine.work_ahead(box.live, rested=turn > 0)
-        more = more or turn == 0
-        if more and turn + 1 < len(_TURNS) and calm():  # else there is a newer touch, or will be
-            self._ahead(box, calm, turn + 1)
-        elif turn:
-            self.background.quietly(f"improve {box.number}", self._improve, box)
-
-    def _improve(self, box: Box, steps: Iterator[None] | None = None) -> None:
-        """Make the templates quicker to fork, one piece at a time, with rests between them."""
-        steps = steps or self.engine.improve(box.live)
-        began = time.monotonic()
-        for _ in steps:
-            rest = _REST * (time.monotonic() - began)
-            self.background.quietly(f"improve {box.number}", self._improve, box, steps, after=rest)
-            return
+        """Somebody has got an answer, and is likely to think about it: work ahead meanwhile."""
+        self._leisure.begin(box)
 
     def _busy(self) -> bool:
         """Whether somebody waits for a checkpoint, a rollback or a fork."""

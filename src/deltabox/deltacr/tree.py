@@ -1,0 +1,605 @@
+"""The process trees of one sandbox tree: a user namespace, groups, templates, and what is cloned.
+
+A *template* is a fork of the engine's seed that will hold one checkpoint's memory; it stays in the
+initial user namespace, so that it can read the memory of any captured process.  Its *door* shares
+that memory but lives in the sandbox tree's user namespace; whatever it clones is born inside.
+Templates are made ahead of need, because forking them is not for the critical path.
+
+On hosts where version 1 control groups rule, the tree's first template joins the tree's groups and
+all others are forked from it, so nobody joins one later: that waits for an RCU grace period, some
+10 ms in which no process of the host can be forked.  Templates' own memory is therefore charged to
+the tree's group, and its limit follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import (
+    CheckpointError,
+    DeltaBoxError,
+    HostUnsupported,
+    RollbackError,
+    UnsupportedState,
+)
+from . import ahead, boot, checkpoint, improve
+from .asked import Asked
+from .boot import First
+from .checkpoint import AtInstant
+from .groups import Groups
+from .ledger import Ledger
+from .live import Live
+from .model import External
+from .network import Network, Networks
+from .objects import seccomp, terminals
+from .objects.ghosts import Attic
+from .peer import Loaded, Peer, PeerGone, ProgramFailed, end_task, own_task, pair
+from .records import SLOTS, WORLD_SLOT, Program, Sealed
+from .survey import WorldState
+from .template import Template
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_BLANKS = 2
+_SPARE, _MOST = 2, 64  # one more waits in each spare, and in each standby
+_MOST_GENERATIONS = 200  # a fork of the last takes some 40 ms
+_SMALL = 128 << 20  # bytes
+_OWN_MEMORY = 4 << 20  # what a template and its door take besides the pages they hold
+
+
+class Tree:
+    """All process trees that share history."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        seed: Peer,
+        group: Path,
+        first_uid: int,
+        memory_limit: int | None,
+        pids_limit: int | None,
+        network: str,
+        on_external: str,
+        io_uring: bool,
+        on_made: Callable[[str, str], None],
+        on_gone: Callable[[str, str], None],
+    ) -> None:
+        """`group` is that of all trees; both functions hear of what will have to go again."""
+        self._seed = seed
+        self.name = name
+        self.owner = first_uid
+        self.network = network
+        self.on_external = on_external
+        self._io_uring = io_uring
+        self.reference = -1  # a root over the base alone, which nobody writes to
+        self.base = -1  # a descriptor of the base's root, once the keeper has mounted it
+        # whether so many bytes may be taken for what nobody has asked for yet
+        self.has_room: Callable[[int], bool] = lambda size: True
+        self.born = time.time()
+        self._lives: set[Live] = set()
+        self._blanks: deque[Template] = deque()
+        self._world: WorldState | None = None  # of an untouched sandbox; the same for all
+        self._networks: deque[Network] = deque()
+        self._starting = 0
+        self._stock = _SPARE  # of groups and network namespaces
+        self._templates: set[Template] = set()
+        self.ledger = Ledger()
+        self._first: Template | None = None
+        self._lock = threading.Lock()
+        self._refill_lock = threading.Lock()
+        self._closed = False
+        self.userns = self._make_user_namespace()
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self.userns)
+            self.groups = Groups(
+                group,
+                name,
+                owner=first_uid,
+                memory=memory_limit,
+                pids=pids_limit,
+                on_made=on_made,
+                on_gone=on_gone,
+            )
+            undo.callback(self.groups.remove)
+            self._maker = Networks(network, first_uid)
+            undo.callback(self._maker.close)
+            self._first = self._blank()
+            undo.pop_all()
+
+    @property
+    def _origin(self) -> Template:
+        """The tree's first template, which never holds anything."""
+        assert self._first is not None
+        return self._first
+
+    # -- making ---------------------------------------------------------------------------------
+
+    def boot(self, *, root_mount: int, hostname: str) -> Live:
+        """A fresh tree with only PID 1. Raises RollbackError when it cannot be made."""
+        first = boot.first(boot.World(hostname.encode(), network=self.network))
+        try:
+            return self._first_process(self._origin, first, root_mount)
+        except (ProgramFailed, PeerGone, OSError) as error:
+            raise DeltaBoxError(f"the sandbox's first process could not start: {error}") from error
+
+    def open_world(self, template: Template, *, root_mount: int) -> Live:
+        """A PID 1 with everything that `restore` needs, made ahead; it takes hardly any memory."""
+        try:
+            world = self._first_process(template, template.first, root_mount, tasks=1)
+            try:
+                world.loaded = Loaded(template.sealed, world.slot)
+            except BaseException:
+                world.end()
+                raise
+            return world
+        except (ProgramFailed, PeerGone) as error:
+            raise RollbackError(f"no first process could be made: {error}") from error
+
+    def restore(
+        self,
+        template: Template,
+        *,
+        root_mount: int,
+        externals: Mapping[str, int],
+        world: Live | None = None,
+    ) -> Live:
+        """The checkpoint's tree, built and waiting at its barrier; `Live.release` lets it run.
+
+        In a `world` made ahead, which is used up, or in a new one.
+        """
+        if not template.compiled or template.capture is None:
+            raise RollbackError("the checkpoint holds no process state")
+        holders = {f"shared{index}": fd for index, fd in enumerate(template.shared)}
+        live = world
+        try:
+            if live is None:
+                live = self._first_process(template, template.first, root_mount)
+            else:
+                self.use(live)
+            self._rebuild(live, template, template.sealed, {**externals, **holders})
+        except (ProgramFailed, PeerGone, OSError) as error:
+            if live is not None:
+                live.end()
+            raise RollbackError(f"the tree could not be rebuilt: {error}") from error
+        except BaseException:
+            if live is not None:
+                live.end()
+            raise
+        try:
+            terminals.refill(template.capture, live.handed)
+        except OSError as error:
+            live.end()
+            raise RollbackError(f"a terminal could not be filled again: {error}") from error
+        live.origin = template.capture
+        live.base = live.cloned_from = template
+        return live
+
+    def let_wait(self, live: Live, tasks: int) -> None:
+        """A restored tree with so many tasks will wait: it needs no sandbox's share of limits."""
+        live.tasks = tasks
+        self._scale_groups()
+
+    def use(self, live: Live) -> None:
+        """Make room for what a tree that has waited will need when it runs."""
+        live.tasks = 0
+        self._scale_groups()
+
+    def _rebuild(
+        self, live: Live, template: Template, sealed: Sealed, fds: Mapping[str, int]
+    ) -> None:
+        """Have PID 1 of an empty tree run the program that rebuilds the tree."""
+        assert template.capture is not None
+        peer = live.peer
+        with peer.lock:
+            with template.cloning:
+                asked = Asked(peer, self.owner, template.capture)
+                loaded, live.loaded = live.loaded, None
+                run = peer.start(loaded or Loaded(sealed, live.slot), fds)
+                asked.serve(run)
+                peer.answer(run)  # all clones have been made
+            live.await_answer(run)
+        live.take(sealed.handed)
+
+    def checkpoint(
+        self,
+        live: Live,
+        *,
+        externals: Mapping[str, External],
+        attic: Attic,
+        at_instant: AtInstant[T],
+    ) -> tuple[Template, T]:
+        """Capture a tree into a fresh template; see `checkpoint.take`."""
+        if not live.network.carried:
+            raise UnsupportedState(
+                "the sandbox's eth0 is dead, because it was deleted inside or the process that "
+                "carries its packets has ended; a rollback or fork has a new one",
+                pid=1,
+                process="init",
+                object="network",
+            )
+        with live.ahead.excluded():
+            blank = self._successor(live)
+            try:
+                taken = checkpoint.take(
+                    live,
+                    blank,
+                    owner=self.owner,
+                    network=self.network,
+                    base=self.base,
+                    reference=self.reference,
+                    born=self.born,
+                    on_external=self.on_external,
+                    externals=externals,
+                    attic=attic,
+                    at_instant=at_instant,
+                )
+            except BaseException:
+                blank.close()
+                raise
+            live.advance(blank)
+            return taken
+
+    def close(self) -> None:
+        """End what is left of the tree: all that can be, if something goes wrong."""
+        with self._lock:
+            self._closed = True
+            lives = list(self._lives)
+        with contextlib.ExitStack() as steps:  # the last of them first
+            steps.callback(self.groups.remove)
+            steps.callback(os.close, self.userns)
+            steps.callback(self._maker.close)
+            steps.callback(self._close_networks)
+            steps.callback(self._close_templates)
+            for live in lives:
+                steps.callback(live.end)
+
+    def _close_templates(self) -> None:
+        with self._refill_lock:  # whoever makes something ahead has seen `_closed` afterwards
+            self._blanks.clear()
+        with self._lock:
+            templates = list(self._templates)
+        for template in templates:  # all at once: their memory goes while we collect the first
+            template.kill()
+        for template in templates:
+            template.close()
+
+    def _close_networks(self) -> None:
+        for network in self._networks:
+            network.close()
+        self._networks.clear()
+
+    # -- inner --------------------------------------------------------------------------------
+
+    def _first_process(
+        self, template: Template, first: First, root_mount: int, *, tasks: int = 0
+    ) -> Live:
+        """A tree of PID 1 alone, made by a template's door; undone completely on any failure.
+
+        `tasks`: how many it will have while it waits to be used; 0 if it is used at once.
+        """
+        with contextlib.ExitStack() as undo:
+            # room for one tree more, or a rollback would meet the limits that the old one has hit
+            self._change_starting(1)
+            undo.callback(self._change_starting, -1)
+            group = self.groups.take()
+            undo.callback(self.groups.give, group)
+            group_fd = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            undo.callback(os.close, group_fd)
+            keep = undo.enter_context(contextlib.ExitStack())
+            network = self._take_network()
+            undo.callback(network.close)
+            requests, inner_requests = pair()
+            keep.callback(requests.close)
+            reports, inner_reports = pair()
+            keep.callback(reports.close)
+            slot = template.take_slot()
+            keep.callback(template.give_slot, slot)
+            fds = {
+                "cgroup": group_fd,
+                "root": root_mount,
+                "network": network.namespace,
+                "requests": inner_requests.fileno(),
+                "reports": inner_reports.fileno(),
+            }
+            try:
+                with template.door.lock:
+                    run = template.door.send(first.sealed, slot + WORLD_SLOT, fds)
+                    try:
+                        template.door.answer(run)
+                    except BaseException:
+                        _end_first(run.variable(first.pid))
+                        raise
+            finally:
+                inner_requests.close()
+                inner_reports.close()
+            live = Live(
+                init=run.variable(first.pid),
+                group=group,
+                network=network,
+                requests=requests,
+                reports=reports,
+                slot=slot,
+            )
+            try:
+                live.peer.answer(run)
+                live.attach(self._world)
+                if self.network == "host":
+                    live.world = WorldState(live.world.mounts, b"")  # not ours to watch
+                self._world = live.world
+            except BaseException:
+                live.end()
+                raise
+            live.tasks = tasks
+            with self._lock:
+                self._starting -= 1
+                self._lives.add(live)
+            live.on_end = lambda: self._ended(live, template, slot)
+            keep.pop_all()
+            undo.pop_all()
+            os.close(group_fd)
+            network.entered()
+        if tasks:
+            self._scale_groups()
+        return live
+
+    def _take_network(self) -> Network:
+        """A network namespace nobody has used."""
+        while True:
+            with self._lock:
+                network = self._networks.popleft() if self._networks else None
+            if network is None:
+                return self._new_network()
+            if network.carried:
+                return network
+            network.close()
+
+    def _new_network(self) -> Network:
+        slot = self._origin.take_slot()
+        try:
+            return self._maker.make(self._origin.door, slot)
+        finally:
+            self._origin.give_slot(slot)
+
+    def _ended(self, live: Live, template: Template, slot: int) -> None:
+        live.network.leave()
+        self.groups.give(live.group)
+        template.give_slot(slot)
+        with self._lock:
+            self._lives.discard(live)
+        self._scale_groups()
+
+    def work_ahead(self, live: Live, *, in_use: bool, rested: bool) -> bool:
+        """Do what can be done for the next checkpoint of a tree that runs; in the background.
+
+        See `ahead.work`.
+        """
+        try:
+            self.prepare(live)
+            return ahead.work(
+                live,
+                base=self.base,
+                born=self.born,
+                reference=self.reference,
+                has_room=self.has_room,
+                in_use=in_use,
+                rested=rested,
+            )
+        except (OSError, ProgramFailed, PeerGone, DeltaBoxError) as error:
+            log.info("the next checkpoint will have more to do: %s", error)
+            return False
+
+    def prepare(self, live: Live) -> None:
+        """Make the template of a live tree's next checkpoint ahead; for the caller's background.
+
+        It is a fork of the last one; the first is blank. When `improve` gets no rest to do it in,
+        a copy of a small one is made here after some generations.
+        """
+        base = live.base
+        if live.successor is not None or (base is not None and base.closed):
+            return
+        try:
+            if base is not None and base.stash is not None:
+                whole = sum(base.stash.sizes().values())
+                if whole <= _SMALL and self._improve_now(live, base):
+                    return
+            made = self._take_blank() if base is None else self._fork_of(base)
+        except (OSError, ProgramFailed, PeerGone, CheckpointError) as error:
+            log.info("the next checkpoint will be a full copy: %s", error)
+            return
+        if not live.keep_successor(base, made):
+            made.close()
+
+    def _improve_now(self, live: Live, base: Template) -> bool:
+        """What `improve` may not get the rest to do, or what was not fed ahead.
+
+        Whether there is a successor now.
+        """
+        if not base.depth:
+            for _ in improve.gather(base, lambda: not self._closed):
+                pass
+        elif base.depth >= 2 * improve.GENERATIONS:
+            for _ in self.improve(live):
+                pass
+        return live.successor is not None
+
+    def improve(self, live: Live) -> Iterator[None]:
+        """Make a live tree's templates quicker to fork, piece by piece; see `improve.improve`."""
+        if live.improving:
+            return
+        live.improving = True
+        try:
+            yield from improve.improve(
+                live,
+                take_blank=self._take_blank,
+                reference=self.reference,
+                has_room=self.has_room,
+            )
+        except (OSError, ProgramFailed, PeerGone, CheckpointError) as error:
+            log.info("the templates stay as slow as they are: %s", error)
+        finally:
+            live.improving = False
+
+    def _successor(self, live: Live) -> Template:
+        """A template for the next checkpoint: prepared, forked now, or blank."""
+        made = live.take_successor()
+        if made is not None:
+            return made
+        base = live.base
+        # many generations too many are better than a full copy while the tree is frozen
+        if base is not None and not base.closed and base.depth < _MOST_GENERATIONS:
+            try:
+                return self._fork_of(base)
+            except (OSError, ProgramFailed, PeerGone) as error:
+                log.info("a full copy, because no template could be forked: %s", error)
+        return self._take_blank()
+
+    def _fork_of(self, base: Template) -> Template:
+        """A template that shares all pages of another."""
+        made = self._blank(base)
+        made.stash, made.depth = base.stash, base.depth + 1
+        made.mappings = base.mappings
+        return made
+
+    def _fork_template(self, base: Template | None, fds: Mapping[str, int]) -> int:
+        """The host pid of a new template, forked from the seed or from another one."""
+        if base is None:
+            program = boot.template_program([])
+            # The tree's first template has joined its groups; the others are born in them.
+            origin = self._seed if self._first is None else self._first.peer
+            return origin.run(program.seal(), 0, fds).variable(program.result)
+        # A restore decides what of the memory is inherited.
+        with base.life, base.cloning:
+            if base.closed or base.stash is None:
+                raise PeerGone("the template has been closed")
+            ranges = [r for found in base.stash.extents().values() for r in found]
+            program = boot.template_program(ranges)
+            return base.peer.run(program.seal(), 0, fds).variable(program.result)
+
+    def _blank(self, base: Template | None = None) -> Template:
+        """A template with its door, forked from the seed or from another template."""
+        with contextlib.ExitStack() as undo:
+            cgroup_fd = os.open(self.groups.templates, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                mine, theirs = pair()
+                undo.callback(mine.close)
+                with theirs:
+                    template_pid = self._fork_template(
+                        base, {"sock": theirs.fileno(), "cgroup": cgroup_fd}
+                    )
+            finally:
+                os.close(cgroup_fd)
+            peer = Peer(mine)
+            template_fd = own_task(template_pid)
+            undo.callback(end_task, template_fd)
+            if self._first is None:
+                if not self._io_uring:
+                    peer.run(seccomp.our_program().seal(), 0)
+                self.groups.join(template_pid)
+            door_mine, door_theirs = pair()
+            undo.callback(door_mine.close)
+            program = boot.door_program()
+            with door_theirs:
+                run = peer.run(
+                    program.seal(), 0, {"sock": door_theirs.fileno(), "userns": self.userns}
+                )
+            door_pid = run.variable(program.result)
+            door_fd = own_task(door_pid)
+            undo.callback(end_task, door_fd)
+            door = Peer(door_mine)
+            # Until the door serves it reads its records from slot 0 of the memory it shares with
+            # the template, whose next program will be mapped over them.
+            door.run(Program().seal(), SLOTS - 1)
+            undo.pop_all()
+        made = Template(peer, door, template_fd, door_fd, template_pid)
+        with self._lock:
+            self._templates.add(made)
+        self.ledger.opened(made.key, None if base is None else base.key)
+        made.on_close = lambda freed: self._closed_template(made, freed)
+        made.on_size = lambda own, whole, extra: self._resized(made, own, whole, extra)
+        made.shares = lambda: not self._closed and self.ledger.shares(made.key)
+        self._scale_groups()
+        return made
+
+    def _take_blank(self) -> Template:
+        with self._lock:
+            if self._blanks:
+                return self._blanks.popleft()
+        return self._blank()
+
+    def expect(self, count: int) -> None:
+        """So many trees were made at once, and may be again: keep as much in stock, up to a point.
+
+        A network namespace takes some 60 KiB of the kernel's memory, a group less.
+        """
+        self._stock = max(self._stock, min(count, _MOST))
+
+    def refill(self) -> None:
+        """Make spare templates, groups and network namespaces; for the caller's background."""
+        with self._refill_lock:
+            try:
+                while not self._closed and self.groups.spare < self._stock:
+                    self.groups.stock()
+                while not self._closed and len(self._networks) < self._stock:
+                    network = self._new_network()
+                    with self._lock:
+                        self._networks.append(network)
+                while not self._closed and len(self._blanks) < _BLANKS:
+                    blank = self._blank()
+                    with self._lock:
+                        self._blanks.append(blank)
+            except (OSError, ProgramFailed, PeerGone, HostUnsupported) as error:
+                log.warning("nothing could be made ahead: %s", error)
+
+    def _make_user_namespace(self) -> int:
+        program = boot.user_namespace_program(self.owner)
+        run = self._seed.run(program.seal(), 0)
+        pid = run.variable(program.result)
+        task = own_task(pid)
+        try:
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{pid}/{name}").write_text(f"0 {self.owner} 65536")
+            return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            end_task(task)
+
+    def _scale_groups(self) -> None:
+        """The templates' memory is charged to the tree: its limit follows what they hold."""
+        with self._lock:
+            running = sum(not live.tasks for live in self._lives) + self._starting
+            waiting = sum(live.tasks for live in self._lives)
+            count = len(self._templates)
+        held = self.ledger.held
+        held += held // 64 + count * _OWN_MEMORY
+        self.groups.scale(lives=max(1, running), templates=count, held=held, waiting=waiting)
+
+    def _change_starting(self, by: int) -> None:
+        with self._lock:
+            self._starting += by
+        self._scale_groups()
+
+    def _resized(self, template: Template, own: int, whole: int, extra: int) -> None:
+        self.ledger.resize(template.key, own=own, whole=whole, extra=extra)
+        self._scale_groups()
+
+    def _closed_template(self, template: Template, freed: int) -> None:
+        self.ledger.closed(template.key, freed)
+        with self._lock:
+            self._templates.discard(template)
+        self._scale_groups()
+
+
+def _end_first(pid: int) -> None:
+    """Kill a PID 1 whose program did not get far enough to be a tree, with all it has cloned."""
+    if pid > 0:
+        with contextlib.suppress(ProcessLookupError):
+            end_task(own_task(pid))

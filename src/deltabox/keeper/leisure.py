@@ -1,0 +1,59 @@
+"""What is done for a sandbox while its caller thinks: a turn at once, and more when it lasts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from .background import Background
+
+if TYPE_CHECKING:
+    from ..deltacr.engine import Tree
+    from .box import Box
+
+# seconds of rest before each turn; from the second on nobody is likely to want anything soon
+_TURNS = (0.0, 0.04, 0.1)
+_REST = 2.0  # times as long as a piece of improving templates took, nothing more of it is done
+
+
+class Leisure:
+    """Works ahead for the next checkpoint, in the background and only when it is quiet."""
+
+    def __init__(self, background: Background, engine: Tree, presync: Callable[[], None]) -> None:
+        """`presync` writes the files' changes to the disk."""
+        self._background = background
+        self._engine = engine
+        self._presync = presync
+
+    def begin(self, box: Box) -> None:
+        """A call has ended.
+
+        Not at once: a shell has a few pages more to write until it waits for the next one.
+        """
+        self._turn(box, box.live.ahead.undisturbed(), 0)
+
+    def _turn(self, box: Box, calm: Callable[[], bool], turn: int) -> None:
+        key, after = f"ahead {box.number}", _TURNS[turn]
+        self._background.quietly(key, self._work_ahead, box, calm, turn, after=after)
+
+    def _work_ahead(self, box: Box, calm: Callable[[], bool], turn: int) -> None:
+        if box.closing or box.dead or (turn and not calm()):
+            return
+        self._presync()
+        more = self._engine.work_ahead(box.live, in_use=not calm(), rested=turn > 0)
+        if not calm():
+            return  # there is a newer call, at whose end this begins again
+        if turn == 0 or (more and turn + 1 < len(_TURNS)):
+            self._turn(box, calm, turn + 1)
+        else:
+            self._improve(box, self._engine.improve(box.live))
+
+    def _improve(self, box: Box, steps: Iterator[None]) -> None:
+        """Make the templates quicker to fork, one piece at a time, with rests between them."""
+        began = time.monotonic()
+        for _ in steps:
+            rest = _REST * (time.monotonic() - began)
+            key = f"improve {box.number}"
+            self._background.quietly(key, self._improve, box, steps, after=rest)
+            return
