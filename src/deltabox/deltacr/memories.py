@@ -67,6 +67,7 @@ class Memories:
         self._maps: dict[int, Known] = {}
         self._memories: dict[int, Memory] = {}
         self._answers: dict[int, Answers] = {}  # to the names of the assumed map
+        self._present: dict[int, Regions] = {}  # their pages, in the assumed map
         self._looks: dict[int, _Looking] = {}
         self._writes: _Looking | None = None
         ready = [host for host, space in self._spaces.items() if space.ready]
@@ -141,7 +142,8 @@ class Memories:
 
     def begin(self, host: int) -> None:
         """A process has been asked: look at its map and its pages meanwhile."""
-        if self._spaces[host].ready and not self.is_mapped(host):
+        space = self._spaces[host]
+        if space.watched and space.known is not None and not self.is_mapped(host):
             if len(self._looks) == _AT_ONCE:  # each has a large buffer
                 self._collect(next(iter(self._looks)))
             self._looks[host] = self._begin([host], bulk.MAP)
@@ -188,15 +190,20 @@ class Memories:
         old = space.known
         known = self._maps[host] = space.map(refusing(host, space.pid), seen.text)
         answers = self._answers.get(host)
-        if seen.present is None or answers is None or seen.present.unwatched:
+        if seen.present is None or known is not old:
             return
-        if known is old and known.names is not None:
+        self._present[host] = seen.present
+        if answers is None or seen.present.unwatched:
+            return
+        if known.names is not None:
             found = same_mappings(space, known, seen.present, answers, self._names)
             self._memories[host] = Memory(known, seen.present, answers, found)
 
     def _look(self, host: int, space: Space) -> Memory:
         known = self.map(host)
-        present = space.present(known.bare)
+        present = self._present.get(host)
+        if present is None:
+            present = space.present(known.bare)
         names = self._names.look(known.paths)
         found = same_mappings(space, known, present, names, self._names)
         seen = Memory(known, present, names, found)

@@ -157,6 +157,7 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
         box.head = node.number
         box.let_go()
         tree.background.submit(tree.stock, node)
+        tree.background.submit(tree.engine.prepare, new.live)
         tree.background.submit(_dispose, box, old_live, old_layer, old_handles)
         tree.background.submit(tree.engine.refill)
         tree.standby.want(box, node, budget)
