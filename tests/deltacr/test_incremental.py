@@ -140,3 +140,20 @@ def test_exec_and_fork_are_met_anew(sandbox: Sandbox) -> None:
         assert probe.ask("zlib.crc32(x) == total") is True
         assert shell.run("echo $v").stdout == f"{number}\n"
         probe.do("os.kill(child, 9); os.waitpid(child, 0)")
+
+
+def test_a_long_line_with_rests(sandbox: Sandbox) -> None:
+    """Templates are gathered into huge pages, and begun anew after some generations, in the rests;
+    some of the checkpoints come in the middle of that.
+    """
+    probe, chance = _probe(sandbox), random.Random(3)
+    probe.do("x = bytearray(os.urandom(40 << 20))")
+    known, sums = [], []
+    for number in range(24):
+        probe.do(f"x[{number} << 20] ^= 1; scribble(20)")
+        sums.append(probe.ask("zlib.crc32(x)"))
+        time.sleep(chance.choice((0.05, 0.2, 0.5)))
+        known.append(sandbox.checkpoint())
+    for number in (23, 8, 16, 0, 23):
+        sandbox.rollback(known[number])
+        assert probe.ask("[zlib.crc32(x), right()]") == [sums[number], True]

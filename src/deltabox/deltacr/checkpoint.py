@@ -145,7 +145,7 @@ def _feed(blank: Template, capturing: Capturing, reference: int) -> int:
     blank.resize(own=whole, whole=whole)
     feeding = feed(processes, stash, blank.stash, reference, changes)
     try:
-        run = blank.peer.run(feeding.whole().seal(), 0, feeding.fds)
+        run = blank.peer.run(feeding.whole().seal(), 0, feeding.fds, copies=whole)
     finally:
         feeding.close()
     blank.stash, blank.mappings = stash, mappings

@@ -24,6 +24,8 @@ from .records import BUDGET_OFFSET, VARIABLES_OFFSET, Sealed, Var
 
 MAX_DESCRIPTORS = 250
 _WORD = struct.Struct("<Q")
+_PATIENCE = 10.0  # seconds until no answer is taken for an end
+_SLOWEST = 50e6  # bytes a second that a program copies at least, into memory never used before
 
 
 class ProgramFailed(Exception):
@@ -124,7 +126,7 @@ class Peer:
                 raise PeerGone("the process that runs programs has ended") from error
         return run
 
-    def answer(self, run: Run, timeout: float = 10.0) -> None:
+    def answer(self, run: Run, timeout: float = _PATIENCE) -> None:
         """Wait for a program that was sent; raises what went wrong in it."""
         self.sock.settimeout(timeout)
         try:
@@ -141,10 +143,13 @@ class Peer:
         if result < 0:
             raise ProgramFailed(-result if result > -4096 else errno.EIO, "control memory")
 
-    def run(self, sealed: Sealed, slot: int, fds: Mapping[str, int] | None = None) -> Run:
+    def run(
+        self, sealed: Sealed, slot: int, fds: Mapping[str, int] | None = None, *, copies: int = 0
+    ) -> Run:
+        """Send a program and wait for it; one that copies so many bytes has more time for it."""
         with self.lock:
             run = self.send(sealed, slot, fds or {})
-            self.answer(run)
+            self.answer(run, _PATIENCE + copies / _SLOWEST)
         return run
 
     def close(self) -> None:

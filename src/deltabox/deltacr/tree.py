@@ -401,8 +401,8 @@ class Tree:
     def prepare(self, live: Live) -> None:
         """Make the template of a live tree's next checkpoint ahead; for the caller's background.
 
-        It is a fork of the last one; the first is blank. When `improve` gets no rest to do it in,
-        a copy of a small one is made here after some generations.
+        It is a fork of the last one; the first is blank. What `improve` does for large ones is done
+        here at once for a small one.
         """
         base = live.base
         if live.successor is not None or (base is not None and base.closed):
@@ -420,20 +420,28 @@ class Tree:
             made.close()
 
     def _improve_now(self, live: Live, base: Template) -> bool:
-        """What `improve` may not get the rest to do, or what was not fed ahead.
-
-        Whether there is a successor now.
-        """
+        """Without rests. Whether there is a successor now."""
         if not base.depth:
             for _ in improve.gather(base, lambda: not self._closed):
                 pass
-        elif base.depth >= 2 * improve.GENERATIONS:
-            for _ in self.improve(live):
+        else:
+            for _ in self._improving(live):
                 pass
         return live.successor is not None
 
     def improve(self, live: Live) -> Iterator[None]:
-        """Make a live tree's templates quicker to fork, piece by piece; see `improve.improve`."""
+        """Make a live tree's templates quicker to fork, piece by piece; see `improve.improve`.
+
+        For large ones, of which a checkpoint is taken now and then; a small one would be through
+        only when the next checkpoint has been taken.
+        """
+        template = live.base or live.successor
+        if template is None or template.stash is None:
+            return
+        if sum(template.stash.sizes().values()) > _SMALL:
+            yield from self._improving(live)
+
+    def _improving(self, live: Live) -> Iterator[None]:
         if live.improving:
             return
         live.improving = True
