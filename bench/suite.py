@@ -47,7 +47,7 @@ class Part:
 
 PARTS = (
     Part("standard", 240, 15),
-    Part("curves", 780, 60),
+    Part("curves", 1080, 60),
     Part("line", 270, 15),
     Part("fanout", 210, 22),
     Part("rivals", 180, 18),
