@@ -46,12 +46,12 @@ class Part:
 
 
 PARTS = (
-    Part("standard", 240, 15),
-    Part("curves", 1080, 60),
-    Part("line", 270, 15),
-    Part("fanout", 210, 22),
-    Part("rivals", 180, 18),
-    Part("programs", 300, 40),
+    Part("standard", 180, 15),
+    Part("curves", 1050, 60),
+    Part("line", 180, 15),
+    Part("fanout", 180, 22),
+    Part("rivals", 90, 18),
+    Part("programs", 330, 40),
     Part("generations", 30, 5),
     Part("nat", 60, 5),
 )
