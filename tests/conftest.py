@@ -7,6 +7,7 @@ must leave no process, mount or cgroup either.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -28,6 +29,8 @@ GONE_WITHIN = 15.0  # seconds; much is freed in the background
 
 # Set at import, before any test module can start a keeper.
 _STATE = Path(tempfile.mkdtemp(prefix="deltabox-tests-"))
+# a process that only hands tests to others imports this as well, and runs no fixture
+atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 os.environ["DELTABOX_STATE"] = str(_STATE)
 os.environ["DELTABOX_VERIFY"] = "1"  # every checkpoint is compared with the memory it is of
 

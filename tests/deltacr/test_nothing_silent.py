@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import textwrap
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,20 @@ def _first_process(sandbox: Sandbox) -> int:
 
 
 def look(sandbox: Sandbox) -> dict[str, Any]:
-    """What there is to be seen, without what may differ."""
+    """What there is to be seen, without what may differ.
+
+    We look from outside, so the engine thinks that nobody uses the sandbox, and may stop it for a
+    moment to work ahead. A moment: a stop that stays is a difference.
+    """
+    for _ in range(20):
+        found = _look(sandbox)
+        if not any("tracing stop" in str(seen) for seen in found.values()):
+            break
+        time.sleep(0.02)
+    return found
+
+
+def _look(sandbox: Sandbox) -> dict[str, Any]:
     enter = ["nsenter", "-t", str(_first_process(sandbox)), "--pid", "--mount", "--net", "--cgroup"]
     told = subprocess.run([*enter, "python3", "-c", _LOOK], check=True, stdout=subprocess.PIPE)
     raw = json.loads(told.stdout)

@@ -20,6 +20,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 from ..errors import UnsupportedState
 from ..linux import bulk, proc, stop, userfaultfd
@@ -63,14 +64,14 @@ def work(
     born: float,
     reference: int,
     has_room: Callable[[int], bool],
-    in_use: bool,
+    unused: Callable[[], bool],
     rested: bool,
 ) -> bool:
     """Get as far as possible; whether there will be more to do soon, when processes are older.
 
     Raises what a checkpoint would; nothing depends on it. A sandbox of which no checkpoint was
-    taken yet is copied whole, if `has_room` for so many bytes. Nobody is stopped while a caller has
-    it `in_use`. `rested`: nobody has wanted anything for a while, and is not likely to now.
+    taken yet is copied whole, if `has_room` for so many bytes. Nobody is stopped when it is not
+    `unused` by a caller. `rested`: nobody has wanted anything for a while, or is likely to now.
     """
     if not userfaultfd.supported():
         return False
@@ -81,11 +82,10 @@ def work(
         threads = _warm(live)
         spaces = {pid: live.space(host, pid) for pid, host in live.hosts().items()}
         young = any(not s.watched and not _settled(s.host) for s in spaces.values())
-        if not in_use:
-            if rested and not young:
-                _rehearse(live, spaces, threads)
-            elif any(not s.watched and _settled(s.host) for s in spaces.values()):
-                _meet(live, spaces, threads)
+        if rested and not young:
+            _rehearse(live, spaces, threads, unused)
+        elif any(not s.watched and _settled(s.host) for s in spaces.values()):
+            _meet(live, spaces, threads, unused)
     names = Names(live.root, base, born, _NoGhosts())
     found: dict[int, tuple[Mapping, ...]] = {}
     present: dict[int, Regions] = {}
@@ -125,14 +125,24 @@ def _warm(live: Live) -> dict[int, list[int]]:
     return threads
 
 
-def _meet(live: Live, spaces: dict[int, Space], threads: dict[int, list[int]]) -> None:
+def _meet(
+    live: Live,
+    spaces: dict[int, Space],
+    threads: dict[int, list[int]],
+    unused: Callable[[], bool],
+) -> None:
     """Have new processes be watched, if nobody's call would last longer for it."""
     now = activities([tid for tids in threads.values() for tid in tids])
     if not any(one.may_be_late for one in now.values()):
-        _ask_all(live, spaces)
+        _ask_all(live, spaces, unused)
 
 
-def _rehearse(live: Live, spaces: dict[int, Space], threads: dict[int, list[int]]) -> None:
+def _rehearse(
+    live: Live,
+    spaces: dict[int, Space],
+    threads: dict[int, list[int]],
+    unused: Callable[[], bool],
+) -> None:
     """Ask those that have moved since they were asked, if everybody waits."""
     now = activities([tid for tids in threads.values() for tid in tids])
     if not all(one.waits and not one.may_be_late for one in now.values()):
@@ -140,15 +150,22 @@ def _rehearse(live: Live, spaces: dict[int, Space], threads: dict[int, list[int]
     for space in spaces.values():
         tids = threads.get(space.host, ())
         if not space.is_asleep({tid: now[tid].switches for tid in tids if tid in now}):
-            _ask_all(live, spaces)
+            _ask_all(live, spaces, unused)
             return
 
 
-def _ask_all(live: Live, spaces: dict[int, Space]) -> None:
-    """Stop the tree for a moment, to have those who have moved be watched and asked."""
+def _ask_all(live: Live, spaces: dict[int, Space], unused: Callable[[], bool]) -> None:
+    """Stop the tree for a moment, to have those who have moved be watched and asked.
+
+    A call that begins after `unused` was looked at waits for `live.lock` before it starts anybody.
+    """
     common = live.common()
     put_back = functools.partial(undisturbed, waits=live.waits)
-    with live.lock, freeze(live, put_back, limit=0) as frozen:
+    with ExitStack() as stack:
+        stack.enter_context(live.lock)
+        if not unused():
+            return
+        frozen = stack.enter_context(freeze(live, put_back, limit=0))
         hosts = frozenset(frozen.threads)
         with live.surveying() as survey, live.world_now() as world:
             live.around = None

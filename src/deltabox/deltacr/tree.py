@@ -378,7 +378,7 @@ class Tree:
             self._lives.discard(live)
         self._scale_groups()
 
-    def work_ahead(self, live: Live, *, in_use: bool, rested: bool) -> bool:
+    def work_ahead(self, live: Live, *, unused: Callable[[], bool], rested: bool) -> bool:
         """Do what can be done for the next checkpoint of a tree that runs; in the background.
 
         See `ahead.work`.
@@ -391,7 +391,7 @@ class Tree:
                 born=self.born,
                 reference=self.reference,
                 has_room=self.has_room,
-                in_use=in_use,
+                unused=unused,
                 rested=rested,
             )
         except (OSError, ProgramFailed, PeerGone, DeltaBoxError) as error:

@@ -31,7 +31,10 @@ class Leisure:
 
         Not at once: a shell has a few pages more to write until it waits for the next one.
         """
-        self._turn(box, box.live.ahead.undisturbed(), 0)
+        live = box.live
+        undisturbed = live.ahead.undisturbed()
+        # what is queued or in progress while a rollback happens is of a tree that has ended
+        self._turn(box, lambda: box.live is live and undisturbed(), 0)
 
     def _turn(self, box: Box, calm: Callable[[], bool], turn: int) -> None:
         key, after = f"ahead {box.number}", _TURNS[turn]
@@ -41,7 +44,7 @@ class Leisure:
         if box.closing or box.dead or (turn and not calm()):
             return
         self._presync()
-        more = self._engine.work_ahead(box.live, in_use=not calm(), rested=turn > 0)
+        more = self._engine.work_ahead(box.live, unused=calm, rested=turn > 0)
         if not calm():
             return  # there is a newer call, at whose end this begins again
         if turn == 0 or (more and turn + 1 < len(_TURNS)):
