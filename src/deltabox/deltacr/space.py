@@ -372,20 +372,38 @@ def _areas(mappings: Items[Mapping], watched: bool) -> list[tuple[int, int, bool
     return found
 
 
+def _anonymous(*mappings: Mapping) -> bool:
+    return all(mapping.kind == "anonymous" for mapping in mappings)
+
+
 def _runs(mappings: Items[Mapping], unknown: Regions) -> list[tuple[int, int]]:
-    """The mappings that some of these regions lie in, neighbours together."""
+    """The mappings that some of these regions lie in, neighbours together.
+
+    Of anonymous memory also the neighbours in which there are none: what a program has split by
+    mprotect(2) must become one mapping again when it undoes that, or its mremap(2) would fail.
+    """
+    groups: list[list[Mapping]] = []
+    for mapping in mappings:
+        if not _watchable(mapping):
+            continue
+        last = groups[-1][-1] if groups else None
+        if last is not None and last.end == mapping.start and _anonymous(last, mapping):
+            groups[-1].append(mapping)
+        else:
+            groups.append([mapping])
     found: list[tuple[int, int]] = []
     regions = list(unknown)
     at = 0
-    for mapping in mappings:
-        while at < len(regions) and regions[at][1] <= mapping.start:
+    for group in groups:
+        start, end = group[0].start, group[-1].end
+        while at < len(regions) and regions[at][1] <= start:
             at += 1
         if at == len(regions):
             break
-        if regions[at][0] >= mapping.end or not _watchable(mapping):
+        if regions[at][0] >= end:
             continue
-        if found and found[-1][1] == mapping.start:
-            found[-1] = found[-1][0], mapping.end
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], end
         else:
-            found.append((mapping.start, mapping.end))
+            found.append((start, end))
     return found
