@@ -35,20 +35,19 @@ def improve(
     """Yields after every piece. Over at once when there is nothing to do, and when a checkpoint is
     taken meanwhile. Raises OSError, ProgramFailed, PeerGone; nothing depends on it.
     """
-    base = live.base
+    base, successor = live.base, live.successor
     if base is None:
-        template = live.successor
-        if template is not None:
-            yield from gather(template, lambda: live.successor is template)
-    elif base.depth >= GENERATIONS:
+        if successor is not None:
+            yield from gather(successor, lambda: live.successor is successor)
+    elif base.depth >= GENERATIONS and (successor is None or successor.depth):
         yield from _copy(live, base, take_blank, reference, has_room)
 
 
 def reserve(stash: Stash) -> Iterator[Program]:
     """Programs that give an empty stash huge pages to be filled, where it will be full of pages.
 
-    A fault for each small page, and gathering them later, would take three times as long. Memory
-    that is advised to be huge (MADV_HUGEPAGE) would be so for ever, also in a restored process.
+    So nothing has to be gathered later. Memory that is advised to be huge (MADV_HUGEPAGE) would be
+    so for ever, also in a restored process.
     """
     for low, high in stash.full():
         for start in range(low, high, _PIECE):
