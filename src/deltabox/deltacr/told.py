@@ -182,7 +182,8 @@ def _pages(notes: Mapping[int, tuple[int, int]], memory_fd: int) -> dict[int, by
         for at in range(address & -PAGE, address + length, PAGE)
     }
     for address, length in notes.values():
-        for offset in (*range(8), *range(20, length)):  # between them is what the program writes
+        # cpu_id_start and cpu_id, node_id and mm_cid; between them is what the program writes
+        for offset in (*range(8), *range(20, min(length, 28))):
             at = address + offset
             pages[at & -PAGE][at % PAGE] = 0
     return {at: bytes(page) for at, page in pages.items()}
