@@ -82,10 +82,8 @@ def work(
         threads = _warm(live)
         spaces = {pid: live.space(host, pid) for pid, host in live.hosts().items()}
         young = any(not s.watched and not _settled(s.host) for s in spaces.values())
-        if rested and not young:
-            _rehearse(live, spaces, threads, unused)
-        elif any(not s.watched and _settled(s.host) for s in spaces.values()):
-            _meet(live, spaces, threads, unused)
+        if _news(spaces, threads, rested=rested and not young):
+            _ask_all(live, spaces, unused)
     names = Names(live.root, base, born, _NoGhosts())
     found: dict[int, tuple[Mapping, ...]] = {}
     present: dict[int, Regions] = {}
@@ -125,33 +123,24 @@ def _warm(live: Live) -> dict[int, list[int]]:
     return threads
 
 
-def _meet(
-    live: Live,
-    spaces: dict[int, Space],
-    threads: dict[int, list[int]],
-    unused: Callable[[], bool],
-) -> None:
-    """Have new processes be watched, if nobody's call would last longer for it."""
-    now = activities([tid for tids in threads.values() for tid in tids])
-    if not any(one.may_be_late for one in now.values()):
-        _ask_all(live, spaces, unused)
+def _news(spaces: dict[int, Space], threads: dict[int, list[int]], *, rested: bool) -> bool:
+    """Whether it is worth stopping the tree, and nobody's call would last longer for it.
 
-
-def _rehearse(
-    live: Live,
-    spaces: dict[int, Space],
-    threads: dict[int, list[int]],
-    unused: Callable[[], bool],
-) -> None:
-    """Ask those that have moved since they were asked, if everybody waits."""
+    It is for a process that is not watched, and has lived for a while. When the tree has rested,
+    and goes on to, it is for one that has moved since it was asked.
+    """
     now = activities([tid for tids in threads.values() for tid in tids])
-    if not all(one.waits and not one.may_be_late for one in now.values()):
-        return
-    for space in spaces.values():
-        tids = threads.get(space.host, ())
-        if not space.is_asleep({tid: now[tid].switches for tid in tids if tid in now}):
-            _ask_all(live, spaces, unused)
-            return
+    if any(one.may_be_late for one in now.values()):
+        return False
+    if any(not space.watched and _settled(space.host) for space in spaces.values()):
+        return True
+    if not rested or not all(one.waits for one in now.values()):
+        return False
+    counts = {
+        host: {tid: now[tid].switches for tid in tids if tid in now}
+        for host, tids in threads.items()
+    }
+    return not all(space.is_asleep(counts.get(space.host, {})) for space in spaces.values())
 
 
 def _ask_all(live: Live, spaces: dict[int, Space], unused: Callable[[], bool]) -> None:
