@@ -157,3 +157,15 @@ def test_a_long_line_with_rests(sandbox: Sandbox) -> None:
     for number in (23, 8, 16, 0, 23):
         sandbox.rollback(known[number])
         assert probe.ask("[zlib.crc32(x), right()]") == [sums[number], True]
+
+
+def test_what_a_program_splits_it_can_join_again(sandbox: Sandbox) -> None:
+    """mremap(2) takes one mapping only, and the kernel joins only what is watched alike."""
+    probe = _probe(sandbox)
+    probe.do("make(64); at = max(regions); write(at, 0, b'x')")
+    probe.do("protect(at, 32, 1, 0)")  # three mappings, and pages in the first
+    sandbox.checkpoint()
+    probe.do("protect(at, 32, 1, 3)")
+    probe.do("old, new = (ctypes.c_size_t(pages * PAGE) for pages in (64, 80))")
+    probe.do("to = libc.mremap(ctypes.c_void_p(at), old, new, 1)")
+    assert probe.ask("to < 1 << 63 and ctypes.string_at(to, 1) == b'x'") is True

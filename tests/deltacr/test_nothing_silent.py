@@ -10,7 +10,6 @@ import json
 import re
 import subprocess
 import textwrap
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -203,15 +202,14 @@ def _first_process(sandbox: Sandbox) -> int:
 def look(sandbox: Sandbox) -> dict[str, Any]:
     """What there is to be seen, without what may differ.
 
-    We look from outside, so the engine thinks that nobody uses the sandbox, and may stop it for a
-    moment to work ahead. A moment: a stop that stays is a difference.
+    We look from outside, so the engine thinks that nobody uses the sandbox. After a call it may
+    stop it three times to work ahead (_TURNS in keeper/leisure.py), and not once more.
     """
-    for _ in range(20):
+    for _ in range(3):
         found = _look(sandbox)
         if not any("tracing stop" in str(seen) for seen in found.values()):
-            break
-        time.sleep(0.02)
-    return found
+            return found
+    return _look(sandbox)
 
 
 def _look(sandbox: Sandbox) -> dict[str, Any]:
