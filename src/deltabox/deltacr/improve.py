@@ -10,7 +10,7 @@ to copy), so they are done in pieces; whoever wants to fork the template waits f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from ..linux import numbers as nr
 from .live import Live
@@ -31,16 +31,19 @@ def improve(
     take_blank: Callable[[], Template],
     reference: int,
     has_room: Callable[[int], bool],
-) -> Iterator[None]:
-    """Yields after every piece. Over at once when there is nothing to do, and when a checkpoint is
-    taken meanwhile. Raises OSError, ProgramFailed, PeerGone; nothing depends on it.
+) -> Generator[None, None, bool]:
+    """Yields after every piece; returns whether the next checkpoint will have another template.
+
+    Over at once when there is nothing to do, and when a checkpoint is taken meanwhile. Raises
+    OSError, ProgramFailed, PeerGone; nothing depends on it.
     """
     base, successor = live.base, live.successor
     if base is None:
         if successor is not None:
             yield from gather(successor, lambda: live.successor is successor)
     elif base.depth >= GENERATIONS and (successor is None or successor.depth):
-        yield from _copy(live, base, take_blank, reference, has_room)
+        return (yield from _copy(live, base, take_blank, reference, has_room))
+    return False
 
 
 def reserve(stash: Stash) -> Iterator[Program]:
@@ -86,18 +89,18 @@ def _copy(
     take_blank: Callable[[], Template],
     reference: int,
     has_room: Callable[[int], bool],
-) -> Iterator[None]:
+) -> Generator[None, None, bool]:
     """Make a template with copies of all pages the one for the next checkpoint."""
     assert base.stash is not None
     whole = sum(base.stash.sizes().values())
     if not has_room(whole):
-        return
+        return False
     made = take_blank()
     used = False
     try:
         with base.life:
             if base.closed or base.capture is None:
-                return
+                return False
             fresh = plan(base.capture.processes, None)
             made.resize(own=whole, whole=whole)
             feeding = duplicate(base.stash, fresh, base.pid_outside, reference)
@@ -108,7 +111,7 @@ def _copy(
             for program in programs:
                 with base.life:
                     if base.closed or live.base is not base:
-                        return
+                        return False
                     made.peer.run(program.seal(), 0, feeding.fds)
                 yield
         finally:
@@ -116,6 +119,7 @@ def _copy(
         made.stash = fresh
         yield from gather(made, lambda: live.base is base)
         used = live.replace_successor(base, made)
+        return used
     finally:
         if not used:
             made.close()

@@ -1,10 +1,5 @@
 """The process trees of one sandbox tree: a user namespace, groups, templates, and what is cloned.
 
-A *template* is a fork of the engine's seed that will hold one checkpoint's memory; it stays in the
-initial user namespace, so that it can read the memory of any captured process.  Its *door* shares
-that memory but lives in the sandbox tree's user namespace; whatever it clones is born inside.
-Templates are made ahead of need, because forking them is not for the critical path.
-
 On hosts where version 1 control groups rule, the tree's first template joins the tree's groups and
 all others are forked from it, so nobody joins one later: that waits for an RCU grace period, some
 10 ms in which no process of the host can be forked.  Templates' own memory is therefore charged to
@@ -19,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,16 +30,16 @@ from .asked import Asked
 from .boot import First
 from .checkpoint import AtInstant
 from .groups import Groups
-from .ledger import Ledger
 from .live import Live
 from .model import External
 from .network import Network, Networks
-from .objects import seccomp, terminals
+from .objects import terminals
 from .objects.ghosts import Attic
 from .peer import Loaded, Peer, PeerGone, ProgramFailed, end_task, own_task, pair
-from .records import SLOTS, WORLD_SLOT, Program, Sealed
+from .records import WORLD_SLOT, Sealed
 from .survey import WorldState
 from .template import Template
+from .templates import Templates
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -80,21 +75,16 @@ class Tree:
         self.owner = first_uid
         self.network = network
         self.on_external = on_external
-        self._io_uring = io_uring
         self.reference = -1  # a root over the base alone, which nobody writes to
         self.base = -1  # a descriptor of the base's root, once the keeper has mounted it
         # whether so many bytes may be taken for what nobody has asked for yet
         self.has_room: Callable[[int], bool] = lambda size: True
         self.born = time.time()
         self._lives: set[Live] = set()
-        self._blanks: deque[Template] = deque()
         self._world: WorldState | None = None  # of an untouched sandbox; the same for all
         self._networks: deque[Network] = deque()
         self._starting = 0
         self._stock = _SPARE  # of groups and network namespaces
-        self._templates: set[Template] = set()
-        self.ledger = Ledger()
-        self._first: Template | None = None
         self._lock = threading.Lock()
         self._refill_lock = threading.Lock()
         self._closed = False
@@ -113,14 +103,16 @@ class Tree:
             undo.callback(self.groups.remove)
             self._maker = Networks(network, first_uid)
             undo.callback(self._maker.close)
-            self._first = self._blank()
+            self._templates = Templates(
+                seed=seed,
+                groups=self.groups,
+                userns=self.userns,
+                io_uring=io_uring,
+                on_change=self._scale_groups,
+            )
+            self.ledger = self._templates.ledger
+            self._templates.begin()
             undo.pop_all()
-
-    @property
-    def _origin(self) -> Template:
-        """The tree's first template, which never holds anything."""
-        assert self._first is not None
-        return self._first
 
     # -- making ---------------------------------------------------------------------------------
 
@@ -128,7 +120,7 @@ class Tree:
         """A fresh tree with only PID 1. Raises RollbackError when it cannot be made."""
         first = boot.first(boot.World(hostname.encode(), network=self.network))
         try:
-            return self._first_process(self._origin, first, root_mount)
+            return self._first_process(self._templates.origin, first, root_mount)
         except (ProgramFailed, PeerGone, OSError) as error:
             raise DeltaBoxError(f"the sandbox's first process could not start: {error}") from error
 
@@ -265,13 +257,7 @@ class Tree:
 
     def _close_templates(self) -> None:
         with self._refill_lock:  # whoever makes something ahead has seen `_closed` afterwards
-            self._blanks.clear()
-        with self._lock:
-            templates = list(self._templates)
-        for template in templates:  # all at once: their memory goes while we collect the first
-            template.kill()
-        for template in templates:
-            template.close()
+            self._templates.close()
 
     def _close_networks(self) -> None:
         for network in self._networks:
@@ -364,11 +350,11 @@ class Tree:
             network.close()
 
     def _new_network(self) -> Network:
-        slot = self._origin.take_slot()
+        slot = self._templates.origin.take_slot()
         try:
-            return self._maker.make(self._origin.door, slot)
+            return self._maker.make(self._templates.origin.door, slot)
         finally:
-            self._origin.give_slot(slot)
+            self._templates.origin.give_slot(slot)
 
     def _ended(self, live: Live, template: Template, slot: int) -> None:
         live.network.leave()
@@ -412,7 +398,7 @@ class Tree:
                 whole = sum(base.stash.sizes().values())
                 if whole <= _SMALL and self._improve_now(live, base):
                     return
-            made = self._take_blank() if base is None else self._fork_of(base)
+            made = self._templates.blank() if base is None else self._templates.fork(base)
         except (OSError, ProgramFailed, PeerGone, CheckpointError) as error:
             log.info("the next checkpoint will be a full copy: %s", error)
             return
@@ -429,7 +415,7 @@ class Tree:
                 pass
         return live.successor is not None
 
-    def improve(self, live: Live) -> Iterator[None]:
+    def improve(self, live: Live) -> Generator[None, None, bool]:
         """Make a live tree's templates quicker to fork, piece by piece; see `improve.improve`.
 
         For large ones, of which a checkpoint is taken now and then; a small one would be through
@@ -437,23 +423,27 @@ class Tree:
         """
         template = live.base or live.successor
         if template is None or template.stash is None:
-            return
-        if sum(template.stash.sizes().values()) > _SMALL:
-            yield from self._improving(live)
+            return False
+        if sum(template.stash.sizes().values()) <= _SMALL:
+            return False
+        return (yield from self._improving(live))
 
-    def _improving(self, live: Live) -> Iterator[None]:
+    def _improving(self, live: Live) -> Generator[None, None, bool]:
         if live.improving:
-            return
+            return False
         live.improving = True
         try:
-            yield from improve.improve(
-                live,
-                take_blank=self._take_blank,
-                reference=self.reference,
-                has_room=self.has_room,
+            return (
+                yield from improve.improve(
+                    live,
+                    take_blank=self._templates.blank,
+                    reference=self.reference,
+                    has_room=self.has_room,
+                )
             )
         except (OSError, ProgramFailed, PeerGone, CheckpointError) as error:
             log.info("the templates stay as slow as they are: %s", error)
+            return False
         finally:
             live.improving = False
 
@@ -466,83 +456,10 @@ class Tree:
         # many generations too many are better than a full copy while the tree is frozen
         if base is not None and not base.closed and base.depth < _MOST_GENERATIONS:
             try:
-                return self._fork_of(base)
+                return self._templates.fork(base)
             except (OSError, ProgramFailed, PeerGone) as error:
                 log.info("a full copy, because no template could be forked: %s", error)
-        return self._take_blank()
-
-    def _fork_of(self, base: Template) -> Template:
-        """A template that shares all pages of another."""
-        made = self._blank(base)
-        made.stash, made.depth = base.stash, base.depth + 1
-        made.mappings = base.mappings
-        return made
-
-    def _fork_template(self, base: Template | None, fds: Mapping[str, int]) -> int:
-        """The host pid of a new template, forked from the seed or from another one."""
-        if base is None:
-            program = boot.template_program([])
-            # The tree's first template has joined its groups; the others are born in them.
-            origin = self._seed if self._first is None else self._first.peer
-            return origin.run(program.seal(), 0, fds).variable(program.result)
-        # A restore decides what of the memory is inherited.
-        with base.life, base.cloning:
-            if base.closed or base.stash is None:
-                raise PeerGone("the template has been closed")
-            ranges = [r for found in base.stash.extents().values() for r in found]
-            program = boot.template_program(ranges)
-            return base.peer.run(program.seal(), 0, fds).variable(program.result)
-
-    def _blank(self, base: Template | None = None) -> Template:
-        """A template with its door, forked from the seed or from another template."""
-        with contextlib.ExitStack() as undo:
-            cgroup_fd = os.open(self.groups.templates, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                mine, theirs = pair()
-                undo.callback(mine.close)
-                with theirs:
-                    template_pid = self._fork_template(
-                        base, {"sock": theirs.fileno(), "cgroup": cgroup_fd}
-                    )
-            finally:
-                os.close(cgroup_fd)
-            peer = Peer(mine)
-            template_fd = own_task(template_pid)
-            undo.callback(end_task, template_fd)
-            if self._first is None:
-                if not self._io_uring:
-                    peer.run(seccomp.our_program().seal(), 0)
-                self.groups.join(template_pid)
-            door_mine, door_theirs = pair()
-            undo.callback(door_mine.close)
-            program = boot.door_program()
-            with door_theirs:
-                run = peer.run(
-                    program.seal(), 0, {"sock": door_theirs.fileno(), "userns": self.userns}
-                )
-            door_pid = run.variable(program.result)
-            door_fd = own_task(door_pid)
-            undo.callback(end_task, door_fd)
-            door = Peer(door_mine)
-            # Until the door serves it reads its records from slot 0 of the memory it shares with
-            # the template, whose next program will be mapped over them.
-            door.run(Program().seal(), SLOTS - 1)
-            undo.pop_all()
-        made = Template(peer, door, template_fd, door_fd, template_pid)
-        with self._lock:
-            self._templates.add(made)
-        self.ledger.opened(made.key, None if base is None else base.key)
-        made.on_close = lambda freed: self._closed_template(made, freed)
-        made.on_size = lambda own, whole, extra: self._resized(made, own, whole, extra)
-        made.shares = lambda: not self._closed and self.ledger.shares(made.key)
-        self._scale_groups()
-        return made
-
-    def _take_blank(self) -> Template:
-        with self._lock:
-            if self._blanks:
-                return self._blanks.popleft()
-        return self._blank()
+        return self._templates.blank()
 
     def expect(self, count: int) -> None:
         """So many trees were made at once, and may be again: keep as much in stock, up to a point.
@@ -561,10 +478,8 @@ class Tree:
                     network = self._new_network()
                     with self._lock:
                         self._networks.append(network)
-                while not self._closed and len(self._blanks) < _BLANKS:
-                    blank = self._blank()
-                    with self._lock:
-                        self._blanks.append(blank)
+                while not self._closed and self._templates.spare < _BLANKS:
+                    self._templates.stock()
             except (OSError, ProgramFailed, PeerGone, HostUnsupported) as error:
                 log.warning("nothing could be made ahead: %s", error)
 
@@ -585,24 +500,13 @@ class Tree:
         with self._lock:
             running = sum(not live.tasks for live in self._lives) + self._starting
             waiting = sum(live.tasks for live in self._lives)
-            count = len(self._templates)
-        held = self.ledger.held
+        count, held = self._templates.count, self.ledger.held
         held += held // 64 + count * _OWN_MEMORY
         self.groups.scale(lives=max(1, running), templates=count, held=held, waiting=waiting)
 
     def _change_starting(self, by: int) -> None:
         with self._lock:
             self._starting += by
-        self._scale_groups()
-
-    def _resized(self, template: Template, own: int, whole: int, extra: int) -> None:
-        self.ledger.resize(template.key, own=own, whole=whole, extra=extra)
-        self._scale_groups()
-
-    def _closed_template(self, template: Template, freed: int) -> None:
-        self.ledger.closed(template.key, freed)
-        with self._lock:
-            self._templates.discard(template)
         self._scale_groups()
 
 

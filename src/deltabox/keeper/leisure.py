@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 from .background import Background
@@ -52,11 +52,17 @@ class Leisure:
         else:
             self._improve(box, self._engine.improve(box.live))
 
-    def _improve(self, box: Box, steps: Iterator[None]) -> None:
+    def _improve(self, box: Box, steps: Generator[None, None, bool]) -> None:
         """Make the templates quicker to fork, one piece at a time, with rests between them."""
-        began = time.monotonic()
-        for _ in steps:
-            rest = _REST * (time.monotonic() - began)
-            key = f"improve {box.number}"
-            self._background.quietly(key, self._improve, box, steps, after=rest)
+        if box.closing or box.dead:
+            steps.close()
             return
+        began = time.monotonic()
+        try:
+            next(steps)
+        except StopIteration as end:
+            if end.value:
+                self.begin(box)  # what was written since the last checkpoint is not in the new one
+            return
+        rest = _REST * (time.monotonic() - began)
+        self._background.quietly(f"improve {box.number}", self._improve, box, steps, after=rest)
