@@ -157,7 +157,7 @@ def _ask_all(live: Live, spaces: dict[int, Space], unused: Callable[[], bool]) -
         frozen = stack.enter_context(freeze(live, put_back, limit=0))
         hosts = frozenset(frozen.threads)
         with live.surveying() as survey, live.world_now() as world:
-            live.around = None
+            live.around = live.rested = None
             for pid, space in spaces.items():
                 tids = frozen.threads.get(space.host, [])
                 if space.host in tids and not any(frozen.stops[tid] for tid in tids):

@@ -93,6 +93,26 @@ def may_be_late(call: bytes) -> bool:
     return 0 < value & 0xFFFFFFFF < 1 << 31 if timeout[1] == "ms" else value != 0
 
 
+def ends_by_itself(call: bytes) -> bool:
+    """Whether a blocked call has a timeout of which less is left every moment.
+
+    `call` is /proc/TID/syscall. Not those with the timeout of a socket: made again they have all
+    of it.
+    """
+    fields = call.split()
+    if len(fields) < 1 + len(_ARGUMENTS):
+        return True  # it runs, or is in no call
+    number = int(fields[0])
+    if number in _UPDATED_CALLS:
+        where: tuple[str, str] | None = (_UPDATED_CALLS[number][0], "timeval")
+    else:
+        where = _EINTR_CALLS.get(number) or _BLOCK_CALLS.get(number)
+    if where is None:
+        return number == RESTART_SYSCALL  # whose timeout the kernel keeps to itself
+    value = int(fields[1 + _ARGUMENTS.index(where[0])], 16)
+    return _signed32(value) >= 0 if where[1] == "ms" else value != 0
+
+
 class UnknownCall(Exception):
     """A restarted call whose number cannot be told any more."""
 

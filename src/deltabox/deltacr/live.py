@@ -77,6 +77,7 @@ class Live:
         self.tasks = 0  # while it waits to be used: how many it has, instead of a sandbox's share
         self.waits = Waits()
         self.around: Around | None = None  # what the last stop has found; None after a request
+        self.rested: Template | None = None  # of the last stop; None after a request
         self.origin: Capture | None = None  # what it was restored from
         self.cloned_from: Template | None = None
         self.base: Template | None = None  # the last state of it that a template holds
@@ -263,7 +264,7 @@ class Live:
                 what="execve",
             )
         with self.lock:
-            run, self.around = None, None
+            run, self.around, self.rested = None, None, None
             try:
                 with self.peer.lock:
                     run = self.peer.send(
@@ -314,7 +315,7 @@ class Live:
             program.root.call(nr.KILL, pid, sig, may_fail=not strict)
         try:
             with self.lock:
-                self.around = None
+                self.around = self.rested = None
                 self.peer.run(program.seal(), self.slot + REQUEST_SLOT)
         except ProgramFailed as failure:
             raise OSError(failure.errno, os.strerror(failure.errno)) from None

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .stash import Held
     from .subject import Refuse
     from .template import Template
-    from .told import Told, Witness
+    from .told import Activity, Told, Witness
 
 
 @lru_cache(maxsize=1024)
@@ -221,6 +221,20 @@ class Space:
         if self._witness is None or not self._confirmed or not self._witness.asleep(counts):
             return False
         return self._witness.expects(self._written())
+
+    def rests(self, now: dict[int, Activity]) -> bool:
+        """Whether a running process is just as it was at its last stop (see resting.py).
+
+        `now` is what its threads are doing.
+        """
+        if self._witness is None or not self._confirmed or not self.ready:
+            return False
+        self.drain()
+        fd = os.open(f"/proc/{self.host}/mem", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return self._witness.rests(now, self._written(), fd)
+        finally:
+            os.close(fd)
 
     def _written(self) -> list[tuple[int, int]]:
         """What is known to have been written since it was asked."""

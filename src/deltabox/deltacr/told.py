@@ -28,7 +28,7 @@ from functools import lru_cache
 from ..linux import numbers as nr
 from ..linux.ask import Kind, Questions
 from .inject import DATA, Injection
-from .interrupted import may_be_late
+from .interrupted import ends_by_itself, may_be_late
 from .look import Look
 from .model import PAGE, PosixTimer
 from .objects import attributes, locked, signals, timers
@@ -121,6 +121,7 @@ class Witness:
     notes: Mapping[int, tuple[int, int]]  # by host tid: where the kernel notes its processor
     pages: Mapping[int, bytes]  # by address: what these lie in, without them
     switches: Mapping[int, int]  # by host tid: how often it has gone to sleep
+    places: Mapping[int, tuple[int, int]]  # by host tid: stack pointer and instruction pointer
 
     @classmethod
     def of(cls, look: Look, tids: Sequence[int], memory_fd: int) -> Witness:
@@ -136,6 +137,7 @@ class Witness:
             notes,
             _pages(notes, memory_fd),
             {tid: now.switches for tid, now in activities(tids).items()},
+            {tid: (r.rsp, r.rip) for tid in tids for r in (look.thread(tid).registers(),)},
         )
 
     def holds(
@@ -160,6 +162,24 @@ class Witness:
     def asleep(self, counts: Mapping[int, int]) -> bool:
         """Whether threads that run on have gone to sleep once, and not woken up since."""
         return counts == {tid: count + 1 for tid, count in self.switches.items()}
+
+    def rests(
+        self,
+        now: Mapping[int, Activity],
+        written: Sequence[tuple[int, int]],
+        memory_fd: int,
+    ) -> bool:
+        """The same of threads that run on: they wait where they were, and have written nothing.
+
+        `now` was read before `written`.
+        """
+        return (
+            self.asleep({tid: one.switches for tid, one in now.items()})
+            and all(one.waits and not one.ends for one in now.values())
+            and {tid: one.place for tid, one in now.items()} == self.places
+            and self.expects(written)
+            and _pages(self.notes, memory_fd) == self.pages
+        )
 
     def again(self, look: Look) -> Witness:
         """The same process at the stop that has shown it to be still."""
@@ -208,6 +228,8 @@ class Activity:
 
     waits: bool
     may_be_late: bool  # a stop would make the call that it is in last longer
+    ends: bool  # the call has a timeout
+    place: tuple[int, int]  # stack pointer and instruction pointer; of one that waits
     switches: int  # how often it has gone to sleep
 
 
@@ -220,8 +242,15 @@ def activities(tids: Sequence[int]) -> dict[int, Activity]:
         if status is not None and call is not None:
             state = status.split(b"\nState:\t", 1)[1][:1]
             count = status.rsplit(b"\nvoluntary_ctxt_switches:\t", 1)[1].split(b"\n", 1)[0]
-            found[tid] = Activity(state == b"S", may_be_late(call), int(count))
+            found[tid] = Activity(
+                state == b"S", may_be_late(call), ends_by_itself(call), _place(call), int(count)
+            )
     return found
+
+
+def _place(call: bytes) -> tuple[int, int]:
+    fields = call.split()
+    return (int(fields[-2], 16), int(fields[-1], 16)) if len(fields) > 2 else (0, 0)
 
 
 def rseq_abort(memory_fd: int, area: int, rip: int) -> int:

@@ -25,7 +25,7 @@ from ..errors import (
     RollbackError,
     UnsupportedState,
 )
-from . import ahead, boot, checkpoint, improve
+from . import ahead, boot, checkpoint, improve, resting
 from .asked import Asked
 from .boot import First
 from .checkpoint import AtInstant
@@ -239,7 +239,16 @@ class Tree:
                 blank.close()
                 raise
             live.advance(blank)
+            if blank.capture is not None and resting.may_rest(blank.capture, network=self.network):
+                live.rested = blank
             return taken
+
+    def unmoved(self, live: Live) -> Template | None:
+        """The template of the last checkpoint, if the tree is found to be in its state still.
+
+        Nobody is stopped for that. OSError if the tree cannot be looked at.
+        """
+        return resting.state_of(live) if live.network.carried else None
 
     def close(self) -> None:
         """End what is left of the tree: all that can be, if something goes wrong."""

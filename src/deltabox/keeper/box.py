@@ -40,6 +40,7 @@ from .identity import Identity, Registration, Registrations, find
 from .streams import READ, Pump, Writer
 
 if TYPE_CHECKING:
+    from .nodes import Rested
     from .trees import Tree
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,9 @@ class Box:
         self.closed = False
         self.dead = False
         self.generation = 0
+        self.rested: Rested | None = None
+        self._touches = 0
+        self._touching = 0
         self._operation = threading.Lock()
         self._spawning = 0
         self._early: dict[int, int] = {}
@@ -140,6 +144,27 @@ class Box:
             with self.changed:
                 self.calls.pop(call.number, None)
             self.tree.touch(self)  # the caller has an answer, and is likely to think about it
+
+    @contextmanager
+    def touching(self) -> Iterator[None]:
+        """Something is done to the sandbox's state, other than by its programs and pipes."""
+        with self.changed:
+            self._touching += 1
+            self._touches += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._touching -= 1
+                self._touches += 1
+
+    def traces(self) -> object | None:
+        """What is the same at two instants if nothing but its programs can have changed the state
+        between them; None while somebody is about to. The condition is held.
+        """
+        if self._touching:
+            return None
+        return self._touches, tuple(handle.traces() for handle in self.handles.values())
 
     def wait(self, call: Call, deadline: float | None) -> bool:
         """Wait until something has changed; False when the deadline (monotonic) has passed.
@@ -316,7 +341,7 @@ class Box:
 
     def kill(self, number: int, signum: int) -> None:
         """Send a signal to the process of a handle."""
-        with self.steady:
+        with self.touching(), self.steady:
             with self.changed:
                 handle = self.handle(number)
                 if handle.status is not None:
@@ -329,7 +354,7 @@ class Box:
 
     def resize(self, number: int, rows: int, columns: int) -> None:
         """Give the terminal of a handle another size."""
-        with self.steady, self.changed:
+        with self.touching(), self.steady, self.changed:
             handle = self.handle(number)
             if handle.terminal is None:
                 raise DeltaBoxError("the process has no terminal; start it with tty=True")

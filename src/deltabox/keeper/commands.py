@@ -86,6 +86,11 @@ def _launch(
 
 def with_files(box: Box, work: Callable[[Inside], T]) -> T:
     """Do something with the sandbox's files, in the root as it is now."""
+    with box.touching():
+        return _with_files(box, work)
+
+
+def _with_files(box: Box, work: Callable[[Inside], T]) -> T:
     with box.changed:
         box.check_open()
         root = os.dup(box.live.root)

@@ -267,6 +267,12 @@ class Handle:
 
     # -- checkpoint and restore ------------------------------------------------------------
 
+    def traces(self) -> object:
+        """What is another as soon as something has passed through its pipes, or one was closed."""
+        writer = None if self.stdin is None else (self.stdin.passed, self.stdin.fd)
+        readers = tuple((reader.passed, reader.fd) for reader in self.readers.values())
+        return self.number, self.status, writer, readers
+
     def save(self) -> SavedHandle:
         """The handle as it is now. UnsupportedState when its terminal cannot be given back."""
         if self.terminal is not None and not self.readers["stdout"].eof:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .background import Background
 
 if TYPE_CHECKING:
-    from ..deltacr.engine import Tree
+    from ..deltacr.engine import Live, Tree
     from .box import Box
 
 # seconds of rest before each turn; from the second on nobody is likely to want anything soon
@@ -50,11 +50,11 @@ class Leisure:
         if turn == 0 or (more and turn + 1 < len(_TURNS)):
             self._turn(box, calm, turn + 1)
         else:
-            self._improve(box, self._engine.improve(box.live))
+            self._improve(box, box.live, self._engine.improve(box.live))
 
-    def _improve(self, box: Box, steps: Generator[None, None, bool]) -> None:
+    def _improve(self, box: Box, live: Live, steps: Generator[None, None, bool]) -> None:
         """Make the templates quicker to fork, one piece at a time, with rests between them."""
-        if box.closing or box.dead:
+        if box.closing or box.dead or box.live is not live:
             steps.close()
             return
         began = time.monotonic()
@@ -65,4 +65,5 @@ class Leisure:
                 self.begin(box)  # what was written since the last checkpoint is not in the new one
             return
         rest = _REST * (time.monotonic() - began)
-        self._background.quietly(f"improve {box.number}", self._improve, box, steps, after=rest)
+        key = f"improve {box.number}"
+        self._background.quietly(key, self._improve, box, live, steps, after=rest)

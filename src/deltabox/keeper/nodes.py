@@ -23,6 +23,16 @@ class Spare:
 
 
 @dataclass
+class State:
+    """Files and processes of one instant, which one or more checkpoints stand for."""
+
+    snapshot: Snapshot
+    template: Template
+    nodes: int = 0  # how many; guarded by the tree's lock
+    freed: bool = False  # or about to be
+
+
+@dataclass
 class Node:
     """A checkpoint. Changed only with the tree's lock held, `spare` with its own."""
 
@@ -31,8 +41,7 @@ class Node:
     name: str | None
     parent: str | None
     created_at: float
-    snapshot: Snapshot
-    template: Template
+    state: State
     saved: Saved
     stats: dict[str, Any]
     children: list[str] = field(default_factory=list)
@@ -43,6 +52,14 @@ class Node:
     spare: Spare | None = None
     spare_lock: threading.Lock = field(default_factory=threading.Lock)
     changed_files: int | None = None
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return self.state.snapshot
+
+    @property
+    def template(self) -> Template:
+        return self.state.template
 
     @property
     def referred(self) -> bool:
@@ -66,3 +83,12 @@ class Revived:
     layer: Layer
     handles: dict[int, Handle]
     registrations: Registrations
+
+
+@dataclass(frozen=True)
+class Rested:
+    """What a sandbox was like at the instant of its last checkpoint, to see whether it is still."""
+
+    live: Live
+    node: Node
+    traces: object  # see Box.traces

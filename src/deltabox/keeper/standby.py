@@ -27,7 +27,7 @@ import os
 import select
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..deltacr.waiting import may_wait, waiting_bytes
@@ -79,6 +79,13 @@ class Waiting:
     revived: Revived
     ends: Ends
     size: int
+
+    def stands_for(self, box: Box, node: Node) -> bool:
+        """Whether this is what the sandbox gets when it is rolled back to the checkpoint."""
+        mine = self.node
+        return self.box is box and (
+            mine is node or (mine.state is node.state and mine.saved == node.saved)
+        )
 
 
 class Standby:
@@ -166,7 +173,7 @@ class Standby:
     def _remove(self, box: Box, node: Node) -> Waiting | None:
         with self._lock:
             for one in self._waiting:
-                if one.box is box and one.node is node:
+                if one.stands_for(box, node):
                     self._waiting.remove(one)
                     return one
         return None
@@ -184,10 +191,11 @@ class Standby:
         if not 0 < size <= self.limit or not may_wait(template, network=tree.network):
             return
         with self._lock:
-            there = next((w for w in self._waiting if w.box is box and w.node is node), None)
+            there = next((w for w in self._waiting if w.stands_for(box, node)), None)
             if there is not None:
                 self._waiting.remove(there)
-                self._waiting.append(there)
+                # for as long as the newest of the checkpoints with this state
+                self._waiting.append(replace(there, node=node))
                 return
         if box.closing or not self.yield_memory():
             return

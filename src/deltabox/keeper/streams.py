@@ -207,6 +207,7 @@ class Reader:
         self.fd = -1
         self.inode = 0
         self.eof = True
+        self.passed = 0  # bytes that were read from the pipe
         self._paused = False
         self._pump = pump
         self._changed = changed
@@ -277,6 +278,7 @@ class Reader:
             if error.errno != errno.EIO or not _hung_up(self.fd):
                 raise
             data = b""  # so a terminal tells that nobody has it open any more
+        self.passed += len(data)
         if not data:
             self.close()
             return True
@@ -329,6 +331,7 @@ class Writer:
         self.held = False
         self.fd = -1
         self.inode = 0
+        self.passed = 0  # bytes that were written to the pipe
         self._watching = False
         self._pump = pump
         self._changed = changed
@@ -373,6 +376,7 @@ class Writer:
                 self.close()
                 return
             self.size -= done
+            self.passed += done
             if done == len(data):
                 self.waiting.popleft()
             else:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ..deltacr import notify
-from ..deltacr.engine import Engine, Live, Template
+from ..deltacr.engine import Engine, Live
 from ..deltacr.network import resolver
 from ..deltafs import find, root
 from ..deltafs.image import Image
@@ -43,7 +43,7 @@ from .budget import Budget
 from .handles import Handle
 from .identity import Registrations
 from .leisure import Leisure
-from .nodes import Node, Revived, Spare
+from .nodes import Node, Revived, Spare, State
 from .retention import Retention
 from .standby import Standby
 from .streams import Pump, Writer
@@ -213,13 +213,14 @@ class Tree:
         *,
         box: Box,
         name: str | None,
-        snapshot: Snapshot,
-        template: Template,
+        state: State,
         saved: Saved,
         stats: dict[str, Any],
     ) -> Node:
         """Record a checkpoint that has been taken (its name is reserved). The sandbox stands on it
         from here on, and the caller will have an object for it.
+
+        UnknownCheckpoint if the state was another checkpoint's, and went with it.
         """
         node = Node(
             number=uuid.uuid4().hex[:12],
@@ -227,12 +228,14 @@ class Tree:
             name=name,
             parent=None,
             created_at=time.time(),
-            snapshot=snapshot,
-            template=template,
+            state=state,
             saved=saved,
             stats=stats,
         )
         with self.lock:
+            if state.freed:
+                raise UnknownCheckpoint("the state that was to be shared is gone")
+            state.nodes += 1
             self.nodes[node.number] = node
             if name is not None:
                 self.names[name] = node.number
@@ -326,8 +329,12 @@ class Tree:
     def _free(self, node: Node) -> None:
         self.standby.drop(node=node)
         self._drop_spare(node)
-        node.template.close()
-        self.image.delete(node.snapshot)
+        with self.lock:
+            node.state.nodes -= 1
+            last = node.state.freed = not node.state.nodes
+        if last:
+            node.template.close()
+            self.image.delete(node.snapshot)
         with self.lock:
             del self._leaving[node.number]
 

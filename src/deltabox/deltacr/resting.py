@@ -1,0 +1,59 @@
+"""Whether a tree is still in the state of its last checkpoint, told without stopping it.
+
+The agent looks, and asks for another checkpoint, or for a fork of the present state: often nothing
+has happened since the last one.  A checkpoint that shares everything with its parent is as good
+then, and takes no pause.
+
+A process is as it was if each of its threads has slept since it went on after the stop, in the call
+that it was stopped in, and has written nothing; told.py says what that rests on.  All that is read
+is of one instant or a later one: who is found not to have moved had not moved at the instant
+before, either.  So nobody has to be stopped for a state of all at once.
+
+A state that changes without anybody's doing is none of this kind: timers run, timeouts of blocked
+calls become shorter, and packets come in.
+"""
+
+from __future__ import annotations
+
+from ..linux.stop import tasks
+from .live import Live
+from .model import Capture
+from .template import Template
+from .told import activities
+
+
+def may_rest(capture: Capture, *, network: str) -> bool:
+    """Whether a captured state stays as it is while no process does anything."""
+    if network == "host":  # whoever likes may send something
+        return not any(d.kind in ("tcp", "udp", "netlink") for d in capture.descriptions)
+    return not (
+        any(process.timers or any(map(any, process.itimers)) for process in capture.processes)
+        or any(
+            d.kind in ("timerfd", "udp", "netlink")
+            or (d.kind == "tcp" and d.state.phase not in ("fresh", "listening"))
+            for d in capture.descriptions
+        )
+    )
+
+
+def state_of(live: Live) -> Template | None:
+    """The template that holds the present state of a running tree, if its last checkpoint's does.
+
+    OSError if the tree cannot be looked at.
+    """
+    template = live.rested
+    if template is None or template.closed:
+        return None
+    with live.ahead.excluded():
+        found: dict[int, list[int]] = {}
+        for pid, tid in tasks(live.group):
+            if pid != live.init:
+                found.setdefault(pid, []).append(tid)
+        if found.keys() != live.spaces.keys():
+            return None
+        now = activities([tid for tids in found.values() for tid in tids])
+        rests = all(
+            space.rests({tid: now[tid] for tid in found[host] if tid in now})
+            for host, space in live.spaces.items()
+        )
+    return template if rests else None

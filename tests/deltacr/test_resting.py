@@ -1,0 +1,218 @@
+"""A checkpoint of a tree in which nothing has happened shares everything with the last one.
+
+Most tests here have a keeper of their own that believes what it believes (DELTABOX_VERIFY=0); in
+the others' keeper such a checkpoint is taken all the same and compared.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from deltabox import Checkpoint, CommandTimeout, KeepLast, Process, Sandbox
+from tests.probe import Probe
+
+
+@pytest.fixture(scope="module")
+def believing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A keeper of its own, which does not verify."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("DELTABOX_VERIFY", "0")
+    patch.setenv("DELTABOX_STATE", str(tmp_path_factory.mktemp("believing")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture
+def box(believing: None) -> Iterator[Sandbox]:
+    with Sandbox.create() as sandbox:
+        yield sandbox
+
+
+def _shared(checkpoint: Checkpoint) -> bool:
+    return checkpoint.stats.pause_ms == 0
+
+
+def _settled(sandbox: Sandbox) -> Checkpoint:
+    """A checkpoint whose state the tree is seen to be in still."""
+    for _ in range(50):
+        if _shared(found := sandbox.checkpoint()):
+            return found
+        time.sleep(0.02)
+    raise AssertionError("the tree does not come to rest")
+
+
+def test_what_is_shared_is_whole(box: Sandbox) -> None:
+    """Rollbacks and forks of such states, when the first of them is gone, and the fiftieth."""
+    probe, shell = Probe.start(box), box.shell()
+    shell.run("x=1")
+    probe.do("import zlib; x = bytearray(os.urandom(1 << 20)); total = zlib.crc32(x)")
+    first = box.checkpoint()
+    before = _settled(box)
+    memory = box.usage.memory
+    twins = [box.checkpoint() for _ in range(50)]
+    assert all(map(_shared, twins))
+    assert box.usage.memory < memory + (1 << 20)
+    assert [twin.parent for twin in twins] == [before, *twins[:-1]]
+    assert box.diff(twins[0], twins[-1]) == []
+    shell.run("x=2; echo 2 > /tmp/n")
+    probe.do("x[5000:5005] = b'other'")
+    after = box.checkpoint()
+    assert not _shared(after)
+    before.delete()
+    first.delete()
+    for twin in twins[:-2]:
+        twin.delete()
+    for target in (*twins[-2:], after, twins[-1]):
+        box.rollback(target)
+        assert shell.run("echo $x").stdout == ("2\n" if target is after else "1\n")
+        assert box.files.exists("/tmp/n") is (target is after)
+        assert probe.ask("zlib.crc32(x) == total") is (target is not after)
+        with box.fork() as fork:
+            copy = probe.within(fork)
+            assert copy.ask("zlib.crc32(x) == total") is (target is not after)
+            shared = _settled(fork)
+            copy.do("total += 1")
+            fork.rollback(shared)
+            assert copy.ask("zlib.crc32(x) == total") is (target is not after)
+
+
+def test_few_are_kept(box: Sandbox) -> None:
+    """What a policy lets go of takes nothing from those that share its state."""
+    box.keep(KeepLast(2))
+    probe = Probe.start(box)
+    probe.do("x = 1")
+    _settled(box)
+    for _ in range(20):
+        last = box.checkpoint()
+    time.sleep(0.1)  # in which those before it are freed
+    probe.do("x = 2")
+    box.rollback(last)
+    assert probe.ask("x") == 1
+
+
+def test_believed_to_be_still(box: Sandbox) -> None:
+    """A program that only computes when it is asked; what others are still for is not asked."""
+    probe, others = Probe.start(box), [Probe.start(box) for _ in range(3)]
+    known: list[tuple[Checkpoint, int]] = []
+    chance = random.Random(3)
+    probe.do("x = 0")
+    for number in range(1, 25):
+        probe.do(f"x = {number}")
+        if number % 6 == 0:
+            others[number % 3].do(f"x = {number}")
+        time.sleep(chance.choice((0, 0.02, 0.15)))
+        known.append((box.checkpoint(), number))
+        if number % 5 == 0:
+            checkpoint, value = chance.choice(known)
+            box.rollback(checkpoint)
+            assert probe.ask("x") == value
+            with box.fork(at=known[-1][0]) as fork:
+                assert probe.within(fork).ask("x") == number
+    for checkpoint, value in known:
+        box.rollback(checkpoint)
+        assert probe.ask("x") == value
+
+
+# What happens between two checkpoints while everybody sleeps, and how to see it afterwards.
+_WAITING = """
+import os, signal, struct, sys
+got = []
+signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+signal.signal(signal.SIGUSR2, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print("ready", flush=True)
+signal.pause()
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+print(got, os.path.exists("/root/new"), flush=True)
+print(repr(sys.stdin.readline()), flush=True)
+"""
+
+
+def _waiting(sandbox: Sandbox) -> Process:
+    process = sandbox.spawn(["python3", "-c", _WAITING])
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def _woken(process: Process) -> str:
+    """Its next line. A signal that comes before a restored call is made again does not end it."""
+    while True:
+        process.kill(12)
+        try:
+            return process.stdout.readline(timeout=1)
+        except CommandTimeout:
+            continue
+
+
+@pytest.mark.parametrize("what", ["signal", "file", "input", "nothing"])
+def test_what_we_do_ourselves_is_noticed(box: Sandbox, what: str) -> None:
+    """No thread moves for it, but it is a part of the state."""
+    process = _waiting(box)
+    _settled(box)
+    if what == "signal":
+        process.kill(10)
+    elif what == "file":
+        box.files.write("/root/new", b"")
+    elif what == "input":
+        process.stdin.write("text\n")
+    after = box.checkpoint()
+    assert _shared(after) is (what == "nothing")
+    box.rollback(after)
+    expected = "[1]" if what == "signal" else "[]"
+    assert _woken(process) == f"{expected} {what == 'file'}\n"
+    if what == "input":
+        assert process.stdout.readline() == "'text\\n'\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "time.sleep(1000)",
+        "threading.Event().wait(1000)",
+        "select.poll().poll(1000_000)",
+        "select.select([], [], [], 1000)",
+        "select.epoll().poll(1000)",
+        "signal.setitimer(signal.ITIMER_REAL, 1000); signal.pause()",
+        "signal.sigtimedwait([signal.SIGUSR1], 1000)",
+        "libc = ctypes.CDLL(None); fd = libc.timerfd_create(1, 0); "
+        "libc.timerfd_settime(fd, 0, (ctypes.c_long * 4)(0, 0, 1000, 0), None); signal.pause()",
+    ],
+)
+def test_time_goes_on(box: Sandbox, program: str) -> None:
+    """A state with a timeout is another one every moment."""
+    process = box.spawn(
+        [
+            "python3",
+            "-c",
+            f"import ctypes, select, signal, threading, time\nprint(flush=True)\n{program}",
+        ]
+    )
+    process.stdout.readline()
+    for _ in range(8):
+        time.sleep(0.03)
+        assert not _shared(box.checkpoint())
+
+
+def test_found_out_by_comparing(sandbox: Sandbox) -> None:
+    """A keeper that verifies takes every checkpoint that it would share, and compares."""
+    probes = [Probe.start(sandbox) for _ in range(3)]
+    shell = sandbox.shell()
+    chance = random.Random(11)
+    for number in range(40):
+        what = chance.randrange(6)
+        if what == 0:
+            chance.choice(probes).do(f"x = {number}")
+        elif what == 1:
+            shell.run(f"x={number}; echo {number} > /tmp/n")
+        elif what == 2:
+            sandbox.files.write("/tmp/m", b"%d" % number)
+        elif what == 3:
+            chance.choice(probes).do("open('/tmp/o', 'a').write('o')")
+        time.sleep(chance.choice((0, 0, 0.01, 0.06, 0.12)))
+        checkpoint = sandbox.checkpoint()
+        if number % 10 == 9:
+            sandbox.rollback(checkpoint)
