@@ -23,6 +23,7 @@ MEMORY = "memory"
 PAGES = "dirty pages"
 STILL = 1.0  # seconds for which MemAvailable must not move
 STILL_MB = 8  # what is no movement; of a big state, a hundredth of it
+LINE = ", no rollbacks"
 NEEDED = 2.6  # times the memory of a point: itself, its checkpoint, and what differs
 
 
@@ -39,7 +40,7 @@ def memory(recorder: Recorder, floor: Floor, xs: list[int], rounds: int, patienc
         for suffix, standby in VARIANTS:
             point = Point(recorder, MEMORY, x, rounds, patience, suffix)
             body = partial(_memory, point, standby=standby, repeat=1 if x > 1000 or quick else 3)
-            recorder.attempt(f"{MEMORY}{suffix}", body, x=x, limit=10 + x / 20 + 5 * patience)
+            recorder.attempt(f"{MEMORY}{suffix}", body, x=x, limit=10 + x / 20 + 6 * patience)
 
 
 def _expectations(recorder: Recorder) -> None:
@@ -52,6 +53,9 @@ def _expectations(recorder: Recorder) -> None:
         recorder.expect(call, x=2048, goal=8.0)
         recorder.expect(pause, floor=f"{DIRTY} pages read", curve=MEMORY)
         recorder.expect(f"{MEMORY}: first result{suffix}", floor="fork")
+    for name in (f"checkpoint call{LINE}", f"checkpoint pause{LINE}"):
+        recorder.expect(f"{MEMORY}: {name}", floor=f"{DIRTY} pages read", curve=MEMORY)
+    recorder.expect(f"{MEMORY}: checkpoint call{LINE}", x=2048, goal=8.0)
     first = f"{MEMORY}-first"
     recorder.expect(f"{MEMORY}: first checkpoint pause", goal=20.0, curve=first, floor="fork")
     recorder.expect(f"{MEMORY}: first checkpoint call", curve=first)
@@ -83,6 +87,8 @@ def _memory(point: Point, *, standby: bool, repeat: int) -> None:
                 _first(point, sandbox)
             if turn == repeat - 1 or not standby:
                 point.measure(sandbox, puppet, load)
+            if turn == repeat - 1 and standby:
+                point.line(sandbox, puppet, load, suffix=LINE)
 
 
 def _first(point: Point, sandbox: Sandbox) -> None:

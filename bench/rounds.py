@@ -71,6 +71,25 @@ class Point:
                 break
         self._round(sandbox, puppet, load, number + 1, record=False, whole=True)
 
+    def line(self, sandbox: Sandbox, puppet: Puppet, load: Load, *, suffix: str) -> None:
+        """Checkpoints alone, one after the other as long as the agent likes what he sees; at the
+        end a rollback to one of them, to see that it holds what it should.
+        """
+        began = time.monotonic()
+        for turn in range(1, self.rounds + 1):
+            number = 1000 + turn  # as nothing else has
+            puppet.expect(load.change.format(n=number), number)
+            think(sandbox)
+            checkpoint, call = timed(sandbox)
+            self.record(f"checkpoint call{suffix}", call)
+            self.record(f"checkpoint pause{suffix}", checkpoint.stats.pause_ms)
+            forget(sandbox)
+            if turn >= LEAST and time.monotonic() - began > self.patience:
+                break
+        puppet.expect(load.change.format(n=2000), 2000)
+        sandbox.rollback(checkpoint)
+        puppet.expect(load.check, number)
+
     def _round(
         self,
         sandbox: Sandbox,

@@ -190,6 +190,7 @@ def goals(recorder: Recorder) -> None:
         recorder.expect(f"checkpoint pause, {label}", goal=2.0, goal_p99=6.0, floor=PAUSE_FLOOR)
         recorder.expect(f"checkpoint call, {label}", goal=4.0, floor=PAUSE_FLOOR)
         recorder.expect(f"first result, {label}", goal=3.0, floor=COPY_FLOOR)
+    recorder.expect("unchanged checkpoint call, idle", goal=1.0)
     recorder.expect("rollback, idle", goal=0.5, floor=COPY_FLOOR)
     recorder.expect("rollback, idle, without a standby", goal=1.5, floor=COPY_FLOOR)
     recorder.expect("checkpoint pause, back to back", goal=4.0, floor=PAUSE_FLOOR)

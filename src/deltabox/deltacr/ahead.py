@@ -91,7 +91,8 @@ def work(
         with live.ahead.step() as may:
             if not may or not space.watched or not calm():
                 return young
-            found[pid], present[pid] = _look(live, space, pid, names)
+            looked = None if rested else _glance(space, names)
+            found[pid], present[pid] = looked or _look(live, space, pid, names)
     _copy(live, spaces, found, present, reference, calm, has_room)
     return young
 
@@ -192,6 +193,23 @@ def _ask(live: Live, space: Space, pid: int, threads: list[int], common: CommonL
         space.remember(told, Witness.of(look, tids, memory_fd))
     finally:
         os.close(memory_fd)
+
+
+def _glance(space: Space, names: Names) -> tuple[tuple[Mapping, ...], Regions] | None:
+    """What `_look` finds out, if the process seems to have the same map as when it was read.
+
+    Only good for copying pages ahead: if it is another map after all, a page may be missing, or
+    one be read that is gone, which the next look finds out.
+    """
+    known = space.known
+    if known is None or known.names is None or not space.seems_mapped_alike():
+        return None
+    if not known.names.same(names.look(known.paths)):
+        return None
+    present = space.present(known.bare)
+    space.drain()
+    pages = present.unguarded() if present.guarded else present
+    return memory.repaged(known.found, present, names.is_of_base), pages
 
 
 def _look(live: Live, space: Space, pid: int, names: Names) -> tuple[tuple[Mapping, ...], Regions]:

@@ -96,6 +96,7 @@ class Space:
         self._since = 0  # what was noted from here on was written since
         self.seen = False  # its pages have been protected once
         self._areas: tuple[Items[Mapping], Areas, Areas] | None = None
+        self._size = ""  # of its map, before that was read
 
     @property
     def watched(self) -> bool:
@@ -167,12 +168,25 @@ class Space:
 
         `text` is what linux/ask.c has made of smaps, if that has been done.
         """
+        self._size = self._size_now()
         if text is None:
             gap = 0 if self.known is None else self.known.gap
             text = _flags(gap | int(self.watched)).ask([self.host])["flags"]
         if self.known is None or self.known.text != text:
             self.known = Known(text, *memory.mappings(text, refuse))
         return self.known
+
+    def seems_mapped_alike(self) -> bool:
+        """Whether the map has kept its size since it was read: a good guess, and a cheap one.
+
+        At 2 GB in small pages reading it takes 25 ms.
+        """
+        return self.ready and self._size == self._size_now()
+
+    def _size_now(self) -> str:
+        """Pages of memory mapped (proc_pid_statm(5))."""
+        with open(f"/proc/{self.host}/statm") as file:
+            return file.read().split(" ", 1)[0]
 
     def learn(
         self, present: Regions, names: Answers | None, found: tuple[Mapping, ...] = ()

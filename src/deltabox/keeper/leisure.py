@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from ..deltacr.engine import Live, Tree
     from .box import Box
 
-# seconds of rest before each turn; from the second on nobody is likely to want anything soon
-_TURNS = (0.0, 0.04, 0.1)
+# Seconds after a call in which nobody has wanted anything, for each turn. From the second on nobody
+# is likely to want anything soon. What the turns before have taken is part of it.
+_TURNS = (0.0, 0.04, 0.14)
 _REST = 2.0  # times as long as a piece of improving templates took, nothing more of it is done
 
 
@@ -34,13 +35,13 @@ class Leisure:
         live = box.live
         undisturbed = live.ahead.undisturbed()
         # what is queued or in progress while a rollback happens is of a tree that has ended
-        self._turn(box, lambda: box.live is live and undisturbed(), 0)
+        self._turn(box, lambda: box.live is live and undisturbed(), 0, time.monotonic())
 
-    def _turn(self, box: Box, calm: Callable[[], bool], turn: int) -> None:
-        key, after = f"ahead {box.number}", _TURNS[turn]
-        self._background.quietly(key, self._work_ahead, box, calm, turn, after=after)
+    def _turn(self, box: Box, calm: Callable[[], bool], turn: int, since: float) -> None:
+        key, after = f"ahead {box.number}", since + _TURNS[turn] - time.monotonic()
+        self._background.quietly(key, self._work_ahead, box, calm, turn, since, after=after)
 
-    def _work_ahead(self, box: Box, calm: Callable[[], bool], turn: int) -> None:
+    def _work_ahead(self, box: Box, calm: Callable[[], bool], turn: int, since: float) -> None:
         if box.closing or box.dead or (turn and not calm()):
             return
         self._presync()
@@ -48,7 +49,7 @@ class Leisure:
         if not calm():
             return  # there is a newer call, at whose end this begins again
         if turn == 0 or (more and turn + 1 < len(_TURNS)):
-            self._turn(box, calm, turn + 1)
+            self._turn(box, calm, turn + 1, since)
         else:
             self._improve(box, box.live, self._engine.improve(box.live))
 
