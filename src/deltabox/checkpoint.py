@@ -41,7 +41,9 @@ class Stats:
         self._sandbox = sandbox
         self._number = number
         self.pause_ms: float = measured["pause_ms"]
-        """Milliseconds for which the programs were stopped."""
+        """Milliseconds for which the programs were stopped by it."""
+        self.ahead_ms: float = measured["ahead_ms"]
+        """Milliseconds for which they had been stopped before it, when all of them waited."""
         self.total_ms: float = measured["total_ms"]
         """Milliseconds the whole checkpoint took in the engine."""
         self.dirty_bytes: int = measured["dirty_bytes"]
@@ -63,7 +65,8 @@ class Stats:
 
     def __repr__(self) -> str:
         return (
-            f"Stats(pause_ms={self.pause_ms:.2f}, total_ms={self.total_ms:.2f}, "
+            f"Stats(pause_ms={self.pause_ms:.2f}, ahead_ms={self.ahead_ms:.2f}, "
+            f"total_ms={self.total_ms:.2f}, "
             f"dirty_bytes={self.dirty_bytes}, processes={self.processes})"
         )
 

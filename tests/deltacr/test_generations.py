@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,12 @@ from tests.api.test_standby import awaited
 from tests.conftest import keepers
 from tests.deltacr.test_nothing_silent import compare, look
 
-SERVER = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "generations.py"))["SERVER"]
+_BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(_BENCH))
+try:
+    SERVER = runpy.run_path(str(_BENCH / "generations.py"))["SERVER"]
+finally:
+    sys.path.pop(0)
 
 
 def _settled(count: Callable[[], int]) -> int:

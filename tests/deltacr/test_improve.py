@@ -25,7 +25,7 @@ def _run(*, base: int | None, successor: int | None) -> bool:
         if depth is None:
             return None
         stash = SimpleNamespace(sizes=lambda: {1: 1 << 30}, full=list)
-        return SimpleNamespace(depth=depth, stash=stash, gathered=False)
+        return SimpleNamespace(depth=depth, stash=stash, whole=1 << 30, gathered=False)
 
     live: Any = SimpleNamespace(base=template(base), successor=template(successor))
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint of a tree in which nothing has happened shares everything with the last one.
+"""A tree at rest is captured before it is asked for, and once for several checkpoints.
 
 Most tests here have a keeper of their own that believes what it believes (DELTABOX_VERIFY=0); in
 the others' keeper such a checkpoint is taken all the same and compared.
@@ -78,6 +78,58 @@ def test_what_is_shared_is_whole(box: Sandbox) -> None:
             copy.do("total += 1")
             fork.rollback(shared)
             assert copy.ask("zlib.crc32(x) == total") is (target is not after)
+
+
+def _foreseen(sandbox: Sandbox) -> Checkpoint:
+    """A checkpoint whose state had been captured before."""
+    for _ in range(20):
+        sandbox.run(["true"])  # its end is what sets the work ahead going
+        time.sleep(0.2)
+        if (found := sandbox.checkpoint()).stats.ahead_ms:
+            assert _shared(found)
+            return found
+    raise AssertionError("nothing is captured ahead")
+
+
+def test_what_is_foreseen_is_whole(box: Sandbox) -> None:
+    """States that were captured before they were asked for, and others that never were."""
+    probe, shell = Probe.start(box), box.shell()
+    box.checkpoint()
+    known: list[tuple[Checkpoint, int]] = []
+    for number in range(12):
+        probe.do(f"x = {number}; open('/tmp/n', 'w').write('{number}')")
+        shell.run(f"x={number}")
+        if number % 3 == 1:
+            time.sleep(0.15)  # captured for nothing
+            continue
+        known.append((_foreseen(box), number))
+        if number % 4 == 0:
+            box.rollback(known[-1][0])
+    shell.run("x=x")
+    for checkpoint, number in (*known, *reversed(known)):
+        box.rollback(checkpoint)
+        assert probe.ask("[x, open('/tmp/n').read()]") == [number, str(number)]
+        assert shell.run("echo $x").stdout == f"{number}\n"
+        with box.fork() as fork:
+            assert probe.within(fork).ask("x") == number
+
+
+def test_captured_in_vain(box: Sandbox) -> None:
+    """A hundred times: neither memory nor generations of templates grow, nor what a fork takes."""
+    probe = Probe.start(box)
+    probe.do("x = bytearray(os.urandom(1 << 20) * 8)")
+    home = box.checkpoint("home")
+    before = box.usage.memory
+    for number in range(100):
+        probe.do(f"x[{number} << 12] = 1; y = {number}")
+        time.sleep(0.06)
+    assert box.usage.memory < before + (24 << 20)
+    last = box.checkpoint()
+    box.rollback(home)
+    box.rollback(last)
+    assert probe.ask("y") == 99
+    last.delete()
+    box.rollback(home)
 
 
 def test_few_are_kept(box: Sandbox) -> None:

@@ -123,7 +123,7 @@ def take(
         if (found := live.spaces.get(p.host_pid)) is not None and found.known is not None
     }
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
-    whole = sum(blank.stash.sizes().values())
+    whole = blank.whole
     blank.resize(own=changed, whole=whole, extra=shared + _PROGRAMS)
     blank.stats = Stats(
         pause_ms=pause * 1e3,

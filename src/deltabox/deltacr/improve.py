@@ -92,7 +92,7 @@ def _copy(
 ) -> Generator[None, None, bool]:
     """Make a template with copies of all pages the one for the next checkpoint."""
     assert base.stash is not None
-    whole = sum(base.stash.sizes().values())
+    whole = base.whole
     if not has_room(whole):
         return False
     made = take_blank()

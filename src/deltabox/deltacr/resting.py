@@ -36,6 +36,15 @@ def may_rest(capture: Capture, *, network: str) -> bool:
     )
 
 
+def is_likely(live: Live, *, network: str) -> bool:
+    """Whether everybody waits for something that may come at any time, or never."""
+    last = None if live.base is None else live.base.capture
+    if last is not None and not may_rest(last, network=network):
+        return False
+    tids = [tid for pid, tid in tasks(live.group) if pid != live.init]
+    return all(one.waits and not one.ends for one in activities(tids).values())
+
+
 def state_of(live: Live) -> Template | None:
     """The template that holds the present state of a running tree, if its last checkpoint's does.
 

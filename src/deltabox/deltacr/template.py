@@ -74,6 +74,19 @@ class Template:
         self._taken: set[int] = set()  # slots; those that are free would be 40 KB a checkpoint
         self._closed = self._killed = False
 
+    @property
+    def whole(self) -> int:
+        """Bytes of the state that it holds."""
+        return 0 if self.stash is None else sum(self.stash.sizes().values())
+
+    def succeed(self, gone: Template) -> None:
+        """The template that this may be a fork of will be closed before this is forked.
+
+        The kernel then uses again what it keeps of a generation (anon_vma_clone, mm/rmap.c).
+        """
+        if self.depth == gone.depth + 1:
+            self.depth -= 1
+
     def resize(self, *, own: int, whole: int, extra: int = 0) -> None:
         """Say how much memory it takes, or is about to take at the most: pages of its own, those
         of the whole state (the others it shares with the one it is a fork of), and what else.

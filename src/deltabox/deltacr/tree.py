@@ -243,6 +243,10 @@ class Tree:
                 live.rested = blank
             return taken
 
+    def may_come_to_rest(self, live: Live) -> bool:
+        """Whether it looks as if nothing would happen in the tree for a while."""
+        return resting.is_likely(live, network=self.network)
+
     def unmoved(self, live: Live) -> Template | None:
         """The template of the last checkpoint, if the tree is found to be in its state still.
 
@@ -403,10 +407,9 @@ class Tree:
         if live.successor is not None or (base is not None and base.closed):
             return
         try:
-            if base is not None and base.stash is not None:
-                whole = sum(base.stash.sizes().values())
-                if whole <= _SMALL and self._improve_now(live, base):
-                    return
+            small = base is not None and 0 < base.whole <= _SMALL
+            if base is not None and small and self._improve_now(live, base):
+                return
             made = self._templates.blank() if base is None else self._templates.fork(base)
         except (OSError, ProgramFailed, PeerGone, CheckpointError) as error:
             log.info("the next checkpoint will be a full copy: %s", error)
@@ -433,7 +436,7 @@ class Tree:
         template = live.base or live.successor
         if template is None or template.stash is None:
             return False
-        if sum(template.stash.sizes().values()) <= _SMALL:
+        if template.whole <= _SMALL:
             return False
         return (yield from self._improving(live))
 

@@ -57,6 +57,10 @@ class Call:
         self.gone = False
 
 
+class Busy(Exception):
+    """Somebody else is at work on the sandbox, and it was not to be waited for."""
+
+
 class CallerGone(Exception):
     """The caller has closed its connection; nobody waits for the answer any more."""
 
@@ -92,6 +96,7 @@ class Box:
         self.dead = False
         self.generation = 0
         self.rested: Rested | None = None
+        self.in_vain = 0  # states that were captured ahead since one was of use
         self._touches = 0
         self._touching = 0
         self._operation = threading.Lock()
@@ -108,6 +113,31 @@ class Box:
             if self.closing:
                 raise SandboxClosed(f"cannot {what}: the sandbox is closed")
             yield
+
+    @contextmanager
+    def operating_if_free(self) -> Iterator[None]:
+        """The same without waiting; raises `Busy` if it cannot be had at once."""
+        if not self._operation.acquire(blocking=False):
+            raise Busy
+        try:
+            if self.closing or self.dead:
+                raise Busy
+            yield
+        finally:
+            self._operation.release()
+
+    @contextmanager
+    def kept_steady(self, *, wait: bool) -> Iterator[None]:
+        """`steady`; raises `Busy` if it would have to be waited for and must not.
+
+        Who holds it may wait for the background, so that must not wait for it.
+        """
+        if not self.steady.acquire(blocking=wait):
+            raise Busy
+        try:
+            yield
+        finally:
+            self.steady.release()
 
     @property
     def operates(self) -> bool:

@@ -43,6 +43,9 @@ class Holder(Protocol):
     def reclaim(self) -> None:
         """Have the host get back now what deleted files took."""
 
+    def drop_foreseen(self) -> bool:
+        """Free what was captured before anybody has asked for it; whether there was anything."""
+
     def oldest_to_spare(self) -> Any:
         """The checkpoint that it would give up first, if any."""
 
@@ -171,8 +174,7 @@ class Budget:
         with self._lock:
             holders = sorted(self._holders, key=lambda holder: holder is not first)
         hurried = [h for h in holders if sum(h.background.hurry() for _ in range(drop))]
-        dropped = [] if hurried else self._drop(holders, drop)
-        touched = hurried or dropped
+        touched = hurried or [h for h in holders if h.drop_foreseen()] or self._drop(holders, drop)
         for holder in set(touched) if disk else ():
             holder.reclaim()
             holder.account()

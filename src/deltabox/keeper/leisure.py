@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .background import Background
+from .taking import foresee
 
 if TYPE_CHECKING:
     from ..deltacr.engine import Live, Tree
@@ -18,6 +20,16 @@ _TURNS = (0.0, 0.04, 0.14)
 _REST = 2.0  # times as long as a piece of improving templates took, nothing more of it is done
 
 
+@dataclass(frozen=True)
+class _Rest:
+    """The time after a call."""
+
+    box: Box
+    calm: Callable[[], bool]  # whether there was none since
+    since: float  # time.monotonic()
+    restored: bool
+
+
 class Leisure:
     """Works ahead for the next checkpoint, in the background and only when it is quiet."""
 
@@ -27,29 +39,38 @@ class Leisure:
         self._engine = engine
         self._presync = presync
 
-    def begin(self, box: Box) -> None:
-        """A call has ended.
+    def begin(self, box: Box, *, restored: bool) -> None:
+        """A call has ended, or (`restored`) a rollback.
 
         Not at once: a shell has a few pages more to write until it waits for the next one.
         """
         live = box.live
         undisturbed = live.ahead.undisturbed()
-        # what is queued or in progress while a rollback happens is of a tree that has ended
-        self._turn(box, lambda: box.live is live and undisturbed(), 0, time.monotonic())
+        rest = _Rest(
+            box,
+            # what is queued or in progress while a rollback happens is of a tree that has ended
+            lambda: box.live is live and undisturbed(),
+            time.monotonic(),
+            restored,
+        )
+        self._turn(rest, 0)
 
-    def _turn(self, box: Box, calm: Callable[[], bool], turn: int, since: float) -> None:
-        key, after = f"ahead {box.number}", since + _TURNS[turn] - time.monotonic()
-        self._background.quietly(key, self._work_ahead, box, calm, turn, since, after=after)
+    def _turn(self, rest: _Rest, turn: int) -> None:
+        key, after = f"ahead {rest.box.number}", rest.since + _TURNS[turn] - time.monotonic()
+        self._background.quietly(key, self._work_ahead, rest, turn, after=after)
 
-    def _work_ahead(self, box: Box, calm: Callable[[], bool], turn: int, since: float) -> None:
-        if box.closing or box.dead or (turn and not calm()):
+    def _work_ahead(self, rest: _Rest, turn: int) -> None:
+        box = rest.box
+        if box.closing or box.dead or (turn and not rest.calm()):
             return
         self._presync()
-        more = self._engine.work_ahead(box.live, unused=calm, rested=turn > 0)
-        if not calm():
+        more = self._engine.work_ahead(box.live, unused=rest.calm, rested=turn > 0)
+        if turn and not rest.restored:  # what was restored is a checkpoint already
+            foresee(box, rest.calm)
+        if not rest.calm():
             return  # there is a newer call, at whose end this begins again
         if turn == 0 or (more and turn + 1 < len(_TURNS)):
-            self._turn(box, calm, turn + 1, since)
+            self._turn(rest, turn + 1)
         else:
             self._improve(box, box.live, self._engine.improve(box.live))
 
@@ -63,7 +84,9 @@ class Leisure:
             next(steps)
         except StopIteration as end:
             if end.value:
-                self.begin(box)  # what was written since the last checkpoint is not in the new one
+                self.begin(
+                    box, restored=True
+                )  # what was written since the last checkpoint is not in the new one
             return
         rest = _REST * (time.monotonic() - began)
         key = f"improve {box.number}"

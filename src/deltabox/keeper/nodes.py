@@ -90,5 +90,7 @@ class Rested:
     """What a sandbox was like at the instant of its last checkpoint, to see whether it is still."""
 
     live: Live
-    node: Node
+    state: State
     traces: object  # see Box.traces
+    stats: dict[str, Any]
+    foreseen: bool  # nobody has asked for it yet

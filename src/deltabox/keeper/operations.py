@@ -18,30 +18,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..deltacr import verify
-from ..deltacr.engine import Live, Template
+from ..deltacr.engine import Live
 from ..deltafs import diff
 from ..deltafs.layers import Layer, Snapshot
 from ..errors import (
-    CheckpointError,
     DeltaBoxError,
     ForkError,
     RollbackError,
     UnknownCheckpoint,
     UnsupportedState,
 )
+from . import taking
 from .box import Box, Saved
 from .budget import Budget
 from .handles import Handle
 from .identity import Identity
-from .nodes import Node, Rested, Revived, State
+from .nodes import Node, Revived, State
 from .trees import Tree, close_handles
 
 log = logging.getLogger(__name__)
@@ -73,125 +71,42 @@ def _patiently(box: Box, name: str | None, *, budget: Budget) -> Node:
 def _checkpoint(box: Box, name: str | None, *, budget: Budget) -> Node:
     tree = box.tree
     started = time.perf_counter()
+
+    def record(state: State, saved: Saved, stats: dict[str, Any]) -> Node:
+        total = (time.perf_counter() - started) * 1e3
+        return tree.add(
+            box=box, name=name, state=state, saved=saved, stats=stats | {"total_ms": total}
+        )
+
     with tree.reserving(name):
         budget.check(tree)
-        node = None if verify.ENABLED else _like_the_last(box, name, started)
+        node = None if verify.ENABLED else _there_already(box, record)
         if node is None:
-            node = _new_checkpoint(box, name, started, budget)
-    tree.background.submit(tree.stock, node)
+            taken = taking.take(box, lambda: budget.check(tree))
+            node = record(taken.state, taken.saved, taken.stats)
+            taking.claimed(box)
+    tree.background.submit(tree.spares.stock, node)
     tree.background.submit(tree.engine.prepare, box.live)
     tree.background.submit(tree.engine.refill)
     tree.standby.want(box, node, budget)
     return node
 
 
-def _like_the_last(box: Box, name: str | None, started: float) -> Node | None:
-    """A checkpoint that shares everything with the last one, if nothing has happened since."""
-    found = _unchanged(box)
+def _there_already(box: Box, record: Callable[[State, Saved, dict[str, Any]], Node]) -> Node | None:
+    """A checkpoint of a state that has been captured before, if it is the present one."""
+    found = taking.unchanged(box)
     if found is None:
         return None
     rested, saved = found
-    stats = {
-        "pause_ms": 0.0,
-        "total_ms": (time.perf_counter() - started) * 1000,
-        "dirty_bytes": 0,
-        "processes": rested.node.stats["processes"],
-    }
+    stats = taking.stats_again(rested)
     try:
-        node = box.tree.add(box=box, name=name, state=rested.node.state, saved=saved, stats=stats)
+        node = record(rested.state, saved, stats)
     except UnknownCheckpoint:
-        return None  # it has been deleted
-    node.changed_files = 0
-    box.rested = replace(rested, node=node)
+        return None  # it has been deleted meanwhile
+    if not rested.foreseen:
+        node.changed_files = 0
+    taking.claimed(box)
     return node
-
-
-def _unchanged(box: Box) -> tuple[Rested, Saved] | None:
-    """What the last checkpoint was like and what this sandbox is, if its state is that one's."""
-    rested = box.rested
-    if rested is None or rested.live is not box.live:
-        return None
-    with box.steady:
-        with box.changed:
-            box.check_open()
-        try:
-            if box.tree.engine.unmoved(box.live) is not rested.node.template:
-                return None
-        except OSError as error:
-            log.info("%s: a process ends: %s", box.number, error)
-            return None
-        with box.changed:
-            saved = box.save()
-            return (rested, saved) if box.traces() == rested.traces else None
-
-
-def _new_checkpoint(box: Box, name: str | None, started: float, budget: Budget) -> Node:
-    tree = box.tree
-    believed = _unchanged(box) if verify.ENABLED else None
-    tree.image.presync()
-    snapshots: list[Snapshot] = []
-    traces: list[object | None] = []
-    attic = tree.image.attic(box.layer, tree.owner)
-
-    @contextmanager
-    def at_instant() -> Iterator[tuple[Callable[[], None], Callable[[], Saved]]]:
-        with box.changed:
-            saved = box.save()
-            traces.append(box.traces())
-        with tree.image.snapshotting(box.layer) as snapshotting:
-
-            def finish() -> Saved:
-                snapshots.append(snapshotting.finish())
-                return saved
-
-            yield snapshotting.wait, finish
-
-    template = None
-    try:
-        with box.steady:
-            externals = box.hold()
-            try:
-                template, saved = tree.engine.checkpoint(
-                    box.live, externals=externals, attic=attic, at_instant=at_instant
-                )
-            finally:
-                box.let_go()
-        attic.belong(snapshots[0])
-        if believed is not None:
-            _verify(tree, believed[0].node, template, snapshots[0])
-        budget.check(tree)
-    except BaseException as error:
-        attic.discard()
-        if template is not None:
-            tree.background.submit(template.close)
-        for snapshot in snapshots:
-            tree.background.submit(tree.image.delete, snapshot)
-        if isinstance(error, DeltaBoxError) or not isinstance(error, Exception):
-            raise
-        log.exception("%s: checkpoint", box.number)
-        raise CheckpointError(f"no checkpoint was taken: {error}") from error
-    measured = template.stats
-    node = tree.add(
-        box=box,
-        name=name,
-        state=State(snapshots[0], template),
-        saved=saved,
-        stats={
-            "pause_ms": measured.pause_ms,
-            "total_ms": (time.perf_counter() - started) * 1000,
-            "dirty_bytes": measured.dirty_bytes,
-            "processes": measured.processes,
-        },
-    )
-    box.rested = None if traces[0] is None else Rested(box.live, node, traces[0])
-    return node
-
-
-def _verify(tree: Tree, believed: Node, template: Template, snapshot: Snapshot) -> None:
-    """In test mode: what was believed to be the last checkpoint's state is found to be that."""
-    verify.same("a tree at rest", believed.template.capture, template.capture)
-    found = diff.diff(believed.snapshot, snapshot, tree.base)
-    verify.same("the files of a tree at rest", [], list(found))
 
 
 def rollback(box: Box, reference: str, *, budget: Budget) -> None:
@@ -223,14 +138,15 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
             with box.changed:
                 box.switch(new.live, new.layer, new.handles, new.registrations, node.saved)
             new.live.release()
+        taking.forget(box)
         box.head = node.number
         box.let_go()
-        tree.background.submit(tree.stock, node)
+        tree.background.submit(tree.spares.stock, node)
         tree.background.submit(tree.engine.prepare, new.live)
         tree.background.submit(_dispose, box, old_live, old_layer, old_handles)
         tree.background.submit(tree.engine.refill)
         tree.standby.want(box, node, budget)
-        tree.touch(box)
+        tree.touch(box, restored=True)
 
 
 def _revived(box: Box, node: Node) -> Revived:
@@ -294,7 +210,7 @@ def fork(
                 new.live.release()
                 copy.let_go()
             tree.engine.expect(count)
-            tree.background.submit(tree.stock, node)
+            tree.background.submit(tree.spares.stock, node)
             tree.background.submit(tree.engine.refill)
             return copies
 
@@ -320,6 +236,7 @@ def close(box: Box) -> bool:
                 handles, box.handles = box.handles, {}
             steps = [
                 lambda: box.tree.standby.drop(box=box),
+                lambda: taking.forget(box),
                 lambda: close_handles(box, handles),
                 box.live.end,
                 lambda: box.tree.image.delete(box.layer),

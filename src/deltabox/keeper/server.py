@@ -176,9 +176,19 @@ class Server:
             return
         fd = sock.fileno()
 
+        open_still = threading.Lock()  # taken for good before the descriptor is closed
+
         def hung_up(_events: int) -> None:
-            self.pump.forget(fd)
-            connection.hung_up()
+            # The pump may have heard of an earlier connection that had the same descriptor, or we
+            # may be the earlier one.
+            if open_still.acquire(blocking=False):
+                try:
+                    if not _has_hung_up(sock):
+                        return
+                    self.pump.forget(fd)
+                finally:
+                    open_still.release()
+                connection.hung_up()
 
         self.pump.watch(fd, select.EPOLLRDHUP, hung_up)
         try:
@@ -188,6 +198,7 @@ class Server:
         except Exception:
             log.exception("connection")
         finally:
+            open_still.acquire()
             self.pump.forget(fd)
             channel.close()
             for number in connection.unclaimed:
@@ -282,3 +293,9 @@ class Server:
 
     def _do(self, connection: Connection, op: str, arguments: dict[str, Any]) -> Any:
         return self.requests.handler(op)(connection, **arguments)
+
+
+def _has_hung_up(sock: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(sock, select.POLLRDHUP)
+    return bool(poller.poll(0))

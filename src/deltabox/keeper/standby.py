@@ -219,7 +219,7 @@ class Standby:
         if late:
             self._end(one)
         else:
-            tree.stock(node)
+            tree.spares.stock(node)
 
     def _made(self, box: Box, node: Node, size: int) -> Waiting:
         revived = self._tree.revive(box, node)

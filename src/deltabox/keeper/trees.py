@@ -24,7 +24,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from ..deltacr.network import resolver
 from ..deltafs import find, root
 from ..deltafs.image import Image
 from ..deltafs.layers import Layer, Snapshot
-from ..errors import DeltaBoxError, RollbackError, UnknownCheckpoint
+from ..errors import RollbackError, UnknownCheckpoint
 from ..retention import KeepAll, Policy
 from . import identity
 from .background import Background
@@ -43,15 +42,14 @@ from .budget import Budget
 from .handles import Handle
 from .identity import Registrations
 from .leisure import Leisure
-from .nodes import Node, Revived, Spare, State
+from .nodes import Node, Revived, State
 from .retention import Retention
+from .spares import Spares
 from .standby import Standby
 from .streams import Pump, Writer
 
 log = logging.getLogger(__name__)
 
-SPARES = 16
-"""Spare layers kept in one tree; the oldest go first."""
 DYING = 4
 """Trees of processes that may be ending at once; the next rollback waits for one of them."""
 
@@ -95,7 +93,6 @@ class Tree:
         self.place = -1
         self.origin: Snapshot
         self._numbers = itertools.count(1)
-        self._spare_order: list[Node] = []
         self._leaving: dict[str, Node] = {}
         self._disk = 0
         self.standby = Standby(self, limit=standby)
@@ -124,6 +121,7 @@ class Tree:
             undo.callback(os.close, self.engine.reference)
             self.engine.ledger.report = lambda change: budget.took(memory=change)
             self.retention.change(policy, ())
+            self.spares = Spares(self)
             self.background = Background(name, idle=self._idle, busy=self._busy)
             self._leisure = Leisure(self.background, self.engine, self.image.presync)
             budget.enter(self)
@@ -328,15 +326,41 @@ class Tree:
 
     def _free(self, node: Node) -> None:
         self.standby.drop(node=node)
-        self._drop_spare(node)
+        self.spares.drop(node)
         with self.lock:
             node.state.nodes -= 1
             last = node.state.freed = not node.state.nodes
         if last:
-            node.template.close()
-            self.image.delete(node.snapshot)
+            self._free_state(node.state)
         with self.lock:
             del self._leaving[node.number]
+
+    def leave(self, state: State) -> None:
+        """Free a state that has not become any checkpoint's."""
+        with self.lock:
+            if state.nodes or state.freed:
+                return
+            state.freed = True
+        self.background.submit(self._free_state, state)
+
+    def drop_foreseen(self) -> bool:
+        """Free what was captured before anybody has asked for it; whether there was anything."""
+        with self.lock:
+            boxes = list(self.boxes.values())
+        found = [rested for box in boxes if (rested := box.rested) and rested.foreseen]
+        states = []
+        with self.lock:
+            for rested in found:
+                if not rested.state.nodes and not rested.state.freed:
+                    rested.state.freed = True
+                    states.append(rested.state)
+        for state in states:
+            self._free_state(state)
+        return bool(states)
+
+    def _free_state(self, state: State) -> None:
+        state.template.close()
+        self.image.delete(state.snapshot)
 
     # -- what is kept ------------------------------------------------------------------------
 
@@ -401,67 +425,11 @@ class Tree:
 
     # -- restoring ---------------------------------------------------------------------------
 
-    def make_spare(self, node: Node) -> Spare:
-        """A writable copy of the checkpoint's files, mounted."""
-        layer = self.image.writable(node.snapshot)
-        try:
-            mount = root.root_mount(self.base_fd, layer, self.engine.userns, self.owner)
-        except BaseException:
-            self.image.delete(layer)
-            raise
-        return Spare(layer, mount)
-
-    def _furnished(self, node: Node, spare: Spare) -> Spare:
-        """The spare with a first process in it; as it is when none can be made."""
-        try:
-            world = self.engine.open_world(node.template, root_mount=spare.mount)
-        except (OSError, DeltaBoxError) as error:
-            # its mount may have been moved into what failed
-            log.info("%s: no process was made ahead: %s", self.name, error)
-            self.discard_spare(spare)
-            return self.make_spare(node)
-        return replace(spare, world=world)
-
-    def discard_spare(self, spare: Spare) -> None:
-        if spare.world is not None:
-            spare.world.end()
-        os.close(spare.mount)
-        self.image.delete(spare.layer)
-
-    def stock(self, node: Node) -> None:
-        """Make the checkpoint's spare, if it has none (in the background)."""
-        with node.spare_lock:
-            if node.spare is not None or node.deleted:
-                return
-            node.spare = self._furnished(node, self.make_spare(node))
-        with self.lock:
-            self._spare_order = [n for n in self._spare_order if n is not node and n.spare]
-            self._spare_order.append(node)
-            surplus = self._spare_order[:-SPARES]
-        for other in surplus:
-            self._drop_spare(other)
-
-    def _drop_spare(self, node: Node) -> None:
-        with node.spare_lock:
-            spare, node.spare = node.spare, None
-        if spare is not None:
-            self.discard_spare(spare)
-
-    def take_spare(self, node: Node) -> Spare:
-        """The checkpoint's spare, made now if there is none."""
-        with node.spare_lock:
-            spare, node.spare = node.spare, None
-        if spare is not None and spare.world is not None and not spare.world.fit:
-            log.info("%s: a process made ahead has died, or its network", self.name)
-            self.discard_spare(spare)
-            spare = None
-        return spare if spare is not None else self.make_spare(node)
-
     def revive(self, box: Box, node: Node) -> Revived:
         """Restore a checkpoint for a sandbox, up to the point where it only has to be let go."""
         with ExitStack() as undo:
-            spare = self.take_spare(node)
-            undo.callback(self.discard_spare, spare)
+            spare = self.spares.take(node)
+            undo.callback(self.spares.discard, spare)
             elsewhere = node.saved.author != box.number
             if elsewhere:
                 number = self.next_number()
@@ -541,9 +509,9 @@ class Tree:
             change, self._disk = used - self._disk, used
         self.budget.took(disk=change)
 
-    def touch(self, box: Box) -> None:
+    def touch(self, box: Box, *, restored: bool = False) -> None:
         """Somebody has got an answer, and is likely to think about it: work ahead meanwhile."""
-        self._leisure.begin(box)
+        self._leisure.begin(box, restored=restored)
 
     def _busy(self) -> bool:
         """Whether somebody waits for a checkpoint, a rollback or a fork."""
@@ -564,7 +532,7 @@ class Tree:
             self.nodes.clear()
             self.names.clear()
         # looked at only when their turn comes: the background may be making one now
-        steps += [functools.partial(_close_spare, node) for node in nodes]
+        steps += [functools.partial(self.spares.close, node) for node in nodes]
         steps += [
             self.engine.close,
             lambda: os.close(self.engine.reference),
@@ -582,13 +550,6 @@ class Tree:
     def _leave_budget(self) -> None:
         self.budget.leave(self)
         self.account()
-
-
-def _close_spare(node: Node) -> None:
-    """Let go of a spare's mount; its files go with the image."""
-    if node.spare is not None:
-        os.close(node.spare.mount)
-        node.spare = None
 
 
 def close_handles(box: Box, handles: dict[int, Handle]) -> None:

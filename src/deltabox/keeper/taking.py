@@ -1,0 +1,189 @@
+"""Capture a sandbox's state, when it is asked for or before.
+
+A checkpoint needs the programs stopped for some milliseconds.  But an agent thinks before he asks
+for one, and most programs wait for him meanwhile.  So when a tree has come to rest its state is
+captured at once, programs and files, and belongs to nobody.  If a checkpoint is asked for and
+nothing has happened since (deltacr/resting.py finds that out without a stop), the state becomes
+that checkpoint's.  If something has happened, it is dropped when the next one is captured.
+
+The same for a second checkpoint of one state: it shares everything with the first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..deltacr import verify
+from ..deltacr.engine import Template
+from ..deltafs import diff
+from ..deltafs.layers import Snapshot
+from ..errors import CheckpointError, DeltaBoxError
+from .box import Box, Busy, Saved
+from .nodes import Rested, State
+
+if TYPE_CHECKING:
+    from .trees import Tree
+
+log = logging.getLogger(__name__)
+
+_IN_VAIN = 3  # large states that were captured for nothing, until no more are
+_LARGE = 128 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A state that was captured, and what the keeper had to remember of the same instant."""
+
+    state: State
+    saved: Saved
+    stats: dict[str, Any]
+
+
+def unchanged(box: Box, *, wait: bool = True) -> tuple[Rested, Saved] | None:
+    """The last state that was captured, and what we are to remember, if that is the present one.
+
+    Raises `Busy` if it would have to wait and must not.
+    """
+    rested = box.rested
+    if rested is None or rested.live is not box.live:
+        return None
+    with box.kept_steady(wait=wait):
+        with box.changed:
+            box.check_open()
+        try:
+            if box.tree.engine.unmoved(box.live) is not rested.state.template:
+                return None
+        except OSError as error:
+            log.info("%s: a process ends: %s", box.number, error)
+            return None
+        with box.changed:
+            saved = box.save()
+            return (rested, saved) if box.traces() == rested.traces else None
+
+
+def stats_again(rested: Rested) -> dict[str, Any]:
+    """What a checkpoint costs that is given a state which is there already."""
+    if rested.foreseen:
+        return rested.stats | {"pause_ms": 0.0, "ahead_ms": rested.stats["pause_ms"]}
+    return rested.stats | {"pause_ms": 0.0, "ahead_ms": 0.0, "dirty_bytes": 0}
+
+
+def claimed(box: Box) -> None:
+    """The last state that was captured has become a checkpoint's."""
+    if box.rested is not None:
+        box.rested = replace(box.rested, foreseen=False)
+    box.in_vain = 0
+
+
+def forget(box: Box) -> None:
+    """The sandbox has another tree of processes, or none."""
+    rested, box.rested = box.rested, None
+    if rested is not None and rested.foreseen:
+        box.tree.leave(rested.state)
+
+
+def take(
+    box: Box,
+    check: Callable[[], None],
+    *,
+    go_on: Callable[[], bool] | None = None,
+) -> Taken:
+    """Capture the present state. `check` may raise at the last moment. With `go_on` nothing is
+    waited for, and `Busy` raised if that says no when everybody is about to be stopped.
+    """
+    tree = box.tree
+    believed = unchanged(box, wait=go_on is None) if verify.ENABLED else None
+    tree.image.presync()
+    snapshots: list[Snapshot] = []
+    traces: list[object | None] = []
+    attic = tree.image.attic(box.layer, tree.owner)
+
+    @contextmanager
+    def at_instant() -> Iterator[tuple[Callable[[], None], Callable[[], Saved]]]:
+        with box.changed:
+            saved = box.save()
+            traces.append(box.traces())
+        with tree.image.snapshotting(box.layer) as snapshotting:
+
+            def finish() -> Saved:
+                snapshots.append(snapshotting.finish())
+                return saved
+
+            yield snapshotting.wait, finish
+
+    template = None
+    try:
+        with box.kept_steady(wait=go_on is None):
+            if go_on is not None and not go_on():
+                raise Busy
+            externals = box.hold()
+            try:
+                template, saved = tree.engine.checkpoint(
+                    box.live, externals=externals, attic=attic, at_instant=at_instant
+                )
+            finally:
+                box.let_go()
+        attic.belong(snapshots[0])
+        if believed is not None:
+            _verify(tree, believed[0].state, template, snapshots[0])
+        check()
+    except BaseException as error:
+        attic.discard()
+        if template is not None:
+            tree.background.submit(template.close)
+        for snapshot in snapshots:
+            tree.background.submit(tree.image.delete, snapshot)
+        if isinstance(error, (DeltaBoxError, Busy)) or not isinstance(error, Exception):
+            raise
+        log.exception("%s: checkpoint", box.number)
+        raise CheckpointError(f"no checkpoint was taken: {error}") from error
+    state, measured = State(snapshots[0], template), template.stats
+    stats = {
+        "pause_ms": measured.pause_ms,
+        "ahead_ms": 0.0,
+        "total_ms": measured.total_ms,
+        "dirty_bytes": measured.dirty_bytes,
+        "processes": measured.processes,
+    }
+    old = box.rested
+    if old is not None and old.foreseen:
+        template.succeed(old.state.template)
+        tree.leave(old.state)
+    box.rested = Rested(box.live, state, traces[0], stats, foreseen=True)
+    return Taken(state, saved, stats)
+
+
+def foresee(box: Box, calm: Callable[[], bool]) -> None:
+    """Capture the state of a tree that has come to rest, in the background, if that may be of use.
+
+    Not before the first checkpoint, because not everybody takes any; nor in front of a caller.
+    """
+    tree = box.tree
+    if box.head is None or not tree.engine.may_come_to_rest(box.live):
+        return
+    size = box.live.base.whole if box.live.base is not None else 0
+    if not tree.budget.has_room(size) or (size > _LARGE and box.in_vain >= _IN_VAIN):
+        return
+    try:
+        with box.operating_if_free():
+            if not calm() or unchanged(box, wait=False) is not None:
+                return
+            take(box, lambda: None, go_on=calm)
+            box.in_vain += 1
+    except Busy:
+        return
+    except DeltaBoxError as error:
+        log.info("%s: nothing was captured ahead: %s", box.number, error)
+        return
+    tree.engine.prepare(box.live)
+
+
+def _verify(tree: Tree, believed: State, template: Template, snapshot: Snapshot) -> None:
+    """In test mode: what was believed to be the last state is found to be that."""
+    verify.same("a tree at rest", believed.template.capture, template.capture)
+    found = diff.diff(believed.snapshot, snapshot, tree.base)
+    verify.same("the files of a tree at rest", [], list(found))
