@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 from report import Recorder, Wrong, finish, options, quantile
-from standard import IDLE
+from standard import IDLE, stop_of
 
 from deltabox import Sandbox
 
@@ -51,7 +51,7 @@ for line in sys.stdin:
 
 def measure(generations: int) -> dict[str, list[float]]:
     """Milliseconds of each generation."""
-    spent: dict[str, list[float]] = {"checkpoint pause": [], "rollback": [], "first answer": []}
+    spent: dict[str, list[float]] = {"checkpoint stop": [], "rollback": [], "first answer": []}
     with Sandbox.create() as sandbox:
         process = sandbox.spawn(["python3", "-c", SERVER])
         if process.stdout.readline() != "up\n":
@@ -59,7 +59,7 @@ def measure(generations: int) -> dict[str, list[float]]:
         for _ in range(generations):
             time.sleep(IDLE)
             checkpoint = sandbox.checkpoint()
-            spent["checkpoint pause"].append(checkpoint.stats.pause_ms)
+            spent["checkpoint stop"].append(stop_of(checkpoint))
             process.stdin.write("a request\n")
             process.stdout.readline()
             time.sleep(IDLE)

@@ -24,7 +24,7 @@ import click
 import floor
 from report import Recorder, Wrong, finish, meminfo, options, quantile
 from rounds import timed
-from standard import FILES, IDLE, PYTHON_PAGES, Tree, create
+from standard import FILES, IDLE, PYTHON_PAGES, Tree, create, stop_of
 
 from deltabox import Checkpoint, Sandbox
 from deltabox._connection import state_directory
@@ -56,7 +56,7 @@ class Line:
             time.sleep(IDLE)
             checkpoint, call = timed(self.sandbox)
             self.checkpoints.append(checkpoint)
-            self.pauses.append(checkpoint.stats.pause_ms)
+            self.pauses.append(stop_of(checkpoint))
             self.calls.append(call)
 
     def tell(self) -> None:

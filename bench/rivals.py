@@ -42,8 +42,8 @@ def expect(recorder: Recorder) -> None:
         recorder.expect(f"CRIU {name}", floor="CRIU started for its version")
     for name, goal in (
         ("CRIU dump : checkpoint call", DUMP_GOAL),
-        ("CRIU dump : checkpoint pause", DUMP_GOAL),
-        ("CRIU dump's pause : checkpoint pause", None),
+        ("CRIU dump : checkpoint stop", DUMP_GOAL),
+        ("CRIU dump's pause : checkpoint stop", None),
         ("CRIU restore : rollback", RESTORE_GOAL),
         ("CRIU stop and restore : rollback", None),
     ):
@@ -69,6 +69,7 @@ def ours(tree: standard.Tree) -> dict[str, float]:
     return {
         "checkpoint call": saved * 1e3,
         "checkpoint pause": checkpoint.stats.pause_ms,
+        "checkpoint stop": standard.stop_of(checkpoint),
         "rollback": back * 1e3,
     }
 
@@ -99,8 +100,8 @@ def ratios(us: dict[str, float], them: dict[str, float]) -> dict[str, float]:
     dump, restore = them["CRIU dump"], them["CRIU restore"]
     return {
         "CRIU dump : checkpoint call": dump / us["checkpoint call"],
-        "CRIU dump : checkpoint pause": dump / us["checkpoint pause"],
-        "CRIU dump's pause : checkpoint pause": them["CRIU dump's pause"] / us["checkpoint pause"],
+        "CRIU dump : checkpoint stop": dump / us["checkpoint stop"],
+        "CRIU dump's pause : checkpoint stop": them["CRIU dump's pause"] / us["checkpoint stop"],
         "CRIU restore : rollback": restore / us["rollback"],
         "CRIU stop and restore : rollback": (them["CRIU stop"] + restore) / us["rollback"],
     }

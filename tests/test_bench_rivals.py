@@ -71,12 +71,12 @@ def test_no_program_no_loader(tmp_path: Path) -> None:
 
 
 def test_ratios_are_those_of_one_round() -> None:
-    us = {"checkpoint call": 4.0, "checkpoint pause": 2.0, "rollback": 1.0}
+    us = {"checkpoint call": 4.0, "checkpoint stop": 2.0, "rollback": 1.0}
     them = {"CRIU dump": 60.0, "CRIU dump's pause": 50.0, "CRIU stop": 5.0, "CRIU restore": 40.0}
     found = rivals.ratios(us, them)
     assert found["CRIU dump : checkpoint call"] == 15
-    assert found["CRIU dump : checkpoint pause"] == 30
-    assert found["CRIU dump's pause : checkpoint pause"] == 25
+    assert found["CRIU dump : checkpoint stop"] == 30
+    assert found["CRIU dump's pause : checkpoint stop"] == 25
     assert found["CRIU restore : rollback"] == 40
     assert found["CRIU stop and restore : rollback"] == 45
 
