@@ -176,6 +176,18 @@ else:
         assert probe.ask("receive(mq_open('out', os.O_RDWR))") == ["second", 0]
 
 
+def test_looking_leaves_no_trace(sandbox: Sandbox) -> None:
+    """An empty queue has the times that its users have left, after any number of checkpoints."""
+    probe = Probe.start(sandbox)
+    probe.do(CALLS + "q = mq_open('empty', os.O_CREAT | os.O_RDWR)\n")
+    probe.do("os.utime(q, (1e9, 1e9))")
+    for _ in range(3):
+        checkpoint = sandbox.checkpoint()
+        assert probe.ask("[os.fstat(q).st_atime, os.fstat(q).st_mtime]") == [1e9, 1e9]
+    sandbox.rollback(checkpoint)
+    assert probe.ask("[os.fstat(q).st_atime, os.fstat(q).st_mtime]") == [1e9, 1e9]
+
+
 def test_a_notification_is_refused(sandbox: Sandbox) -> None:
     probe = Probe.start(sandbox)
     probe.do(

@@ -1,4 +1,4 @@
-"""Whether a tree is still in the state of its last checkpoint, told without stopping it.
+"""Whether a tree is still in the state that was captured last, told without stopping it.
 
 The agent looks, and asks for another checkpoint, or for a fork of the present state: often nothing
 has happened since the last one.  A checkpoint that shares everything with its parent is as good
@@ -24,15 +24,14 @@ from .told import activities
 
 def may_rest(capture: Capture, *, network: str) -> bool:
     """Whether a captured state stays as it is while no process does anything."""
-    if network == "host":  # whoever likes may send something
-        return not any(d.kind in ("tcp", "udp", "netlink") for d in capture.descriptions)
-    return not (
-        any(process.timers or any(map(any, process.itimers)) for process in capture.processes)
-        or any(
-            d.kind in ("timerfd", "udp", "netlink")
-            or (d.kind == "tcp" and d.state.phase not in ("fresh", "listening"))
-            for d in capture.descriptions
-        )
+    if any(process.timers or any(map(any, process.itimers)) for process in capture.processes):
+        return False
+    kinds = {"timerfd", "udp", "netlink"}
+    if network == "host":  # whoever likes may send something, by abstract unix sockets too
+        kinds |= {"tcp", "unix socket"}
+    return not any(
+        d.kind in kinds or (d.kind == "tcp" and d.state.phase not in ("fresh", "listening"))
+        for d in capture.descriptions
     )
 
 

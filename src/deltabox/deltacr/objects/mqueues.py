@@ -151,8 +151,7 @@ class QueueTable:
                 size,
                 _messages(fd, size) if present else (),
             )
-            if present:
-                os.utime(fd, ns=queue.times)
+            os.utime(fd, ns=queue.times)  # to read what it tells of itself counts as an access
         finally:
             os.close(fd)
         if sum(len(text) for each in (*self.found, queue) for _, text in each.messages) > _LARGEST:
