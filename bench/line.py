@@ -1,10 +1,11 @@
 """Five hundred checkpoints in one line: does the last one cost more than the first?
 
 The standard step's tree, its pages and files changed before each checkpoint, with its 150 ms of
-thought, and no checkpoint ever deleted. The pause and the call are kept for every step and shown as
-the median of 25 steps each; the floor is a bare btrfs snapshot in an image that ages in the same
-way. Then we go back from the end to checkpoints at several depths, ten times each, and verify what
-is there against what was there when they were taken.
+thought, and no checkpoint ever deleted. The pause (how long the programs stood still for it, at the
+call or before) and the call are kept for every step and shown as the median of 25 steps each; the
+floor is a bare btrfs snapshot in an image that ages in the same way. Then we go back from the end
+to checkpoints at several depths, ten times each, and verify what is there against what was there
+when they were taken.
 
 The issue asks that the pause grows by at most 1.5 ms and the call by at most a factor of 3, that
 both are flat after 300, and that a rollback costs the same at any depth. What "flat" and "the same"

@@ -4,8 +4,9 @@ A bash shell and a Python REPL with 30 MB of anonymous memory. A step dirties 25
 Python and 20 of bash and changes 5 files of 12 KB, takes a checkpoint, does the same once more
 with other contents (the wrong branch), and rolls back. 100 steps with 150 ms of idle time before
 each checkpoint and each rollback, as when an agent thinks, and 100 back to back. The idle steps
-are done twice: as a user gets them, and with `standby=False`, where no restored tree waits for the
-next rollback.
+are done three times: as a user gets them; with `standby=False`, where no restored tree waits for
+the next rollback; and with a `sleep` beside, whose timeout becomes shorter every moment, so that no
+state can be captured before it is asked for.
 
 After every rollback all contents are verified, outside the clock: Python's memory by its CRC,
 bash's variable, the files. The *pause* is how long the programs stood still for the call; the
@@ -141,9 +142,13 @@ class Bench:
         self.record(f"{kind} stop", stop_of(made))
         return made
 
-    def steps(self, count: int, *, idle: float, standby: bool) -> None:
+    def steps(
+        self, count: int, *, idle: float, standby: bool = True, sleeper: bool = False
+    ) -> None:
         with create(standby=standby) as sandbox:
             tree = Tree.start(sandbox)
+            if sleeper:
+                sandbox.spawn(["sleep", "86400"])
             for _ in range(count):
                 self.step(tree, idle)
 
@@ -194,7 +199,7 @@ def forget(sandbox: Sandbox) -> None:
 
 def goals(recorder: Recorder) -> None:
     """What issue 4 asks for, in milliseconds."""
-    for label in ("idle", "idle, without a standby"):
+    for label in ("idle", "idle, without a standby", "idle, a sleep beside"):
         recorder.expect(f"checkpoint pause, {label}", goal=2.0, goal_p99=6.0, floor=PAUSE_FLOOR)
         recorder.expect(f"checkpoint stop, {label}", floor=PAUSE_FLOOR)
         recorder.expect(f"checkpoint call, {label}", goal=4.0, floor=PAUSE_FLOOR)
@@ -202,6 +207,7 @@ def goals(recorder: Recorder) -> None:
     recorder.expect("unchanged checkpoint call, idle", goal=1.0)
     recorder.expect("rollback, idle", goal=0.5, floor=COPY_FLOOR)
     recorder.expect("rollback, idle, without a standby", goal=1.5, floor=COPY_FLOOR)
+    recorder.expect("rollback, idle, a sleep beside", goal=0.5, floor=COPY_FLOOR)
     recorder.expect("checkpoint pause, back to back", goal=4.0, floor=PAUSE_FLOOR)
     recorder.expect("checkpoint call, back to back", floor=PAUSE_FLOOR)
     recorder.expect("rollback, back to back", goal=3.0, floor=COPY_FLOOR)
@@ -228,16 +234,14 @@ def main(*, output: Path | None, quick: bool, budget: float | None, steps: int |
     recorder = Recorder("standard", what=__doc__, budget=budget, quick=quick)
     goals(recorder)
     recorder.attempt("the floors", partial(floors, recorder, max(20, count)))
-    series = [
-        ("idle, without a standby", IDLE, False),
-        ("back to back", 0.0, True),
+    series: list[tuple[str, dict[str, Any]]] = [
+        ("idle", {"idle": IDLE}),
+        ("idle, without a standby", {"idle": IDLE, "standby": False}),
+        ("idle, a sleep beside", {"idle": IDLE, "sleeper": True}),
+        ("back to back", {"idle": 0.0}),
     ]
-    if has_standby:
-        series.insert(0, ("idle", IDLE, True))
-    else:
-        recorder.note("This engine has no standby copies yet: one series of idle steps, without.")
-    for label, idle, standby in series:
-        steps_of = partial(Bench(recorder, label).steps, count, idle=idle, standby=standby)
+    for label, how in series:
+        steps_of = partial(Bench(recorder, label).steps, count, **how)
         recorder.attempt(f"steps, {label}", steps_of, limit=limit)
     unchanged = partial(Bench(recorder, "idle").unchanged, max(count // 2, 3))
     recorder.attempt("unchanged checkpoint", unchanged, limit=limit)

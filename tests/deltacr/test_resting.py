@@ -132,6 +132,17 @@ def test_captured_in_vain(box: Sandbox) -> None:
     box.rollback(home)
 
 
+def test_a_large_state_is_not_captured_in_vain_for_ever(box: Sandbox) -> None:
+    probe = Probe.start(box)
+    probe.do("x = bytearray(os.urandom(1 << 20)) * 140")
+    box.checkpoint()
+    for number in range(6):
+        probe.do(f"x[{number} << 20] = 1")
+        time.sleep(0.4)
+    assert not box.checkpoint().stats.ahead_ms
+    assert _foreseen(box)  # but once in a while it is tried again
+
+
 def test_few_are_kept(box: Sandbox) -> None:
     """What a policy lets go of takes nothing from those that share its state."""
     box.keep(KeepLast(2))

@@ -96,7 +96,7 @@ class Box:
         self.dead = False
         self.generation = 0
         self.rested: Rested | None = None
-        self.in_vain = 0  # states that were captured ahead since one was of use
+        self.in_vain = 0  # how much was captured ahead for nothing, see taking.py
         self._touches = 0
         self._touching = 0
         self._operation = threading.Lock()

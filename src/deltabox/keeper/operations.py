@@ -84,7 +84,8 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget) -> Node:
         if node is None:
             taken = taking.take(box, lambda: budget.check(tree))
             node = record(taken.state, taken.saved, taken.stats)
-            taking.claimed(box)
+            taking.was_of_use(box, foreseen=False)
+        taking.claimed(box)
     tree.background.submit(tree.spares.stock, node)
     tree.background.submit(tree.engine.prepare, box.live)
     tree.background.submit(tree.engine.refill)
@@ -103,9 +104,10 @@ def _there_already(box: Box, record: Callable[[State, Saved, dict[str, Any]], No
         node = record(rested.state, saved, stats)
     except UnknownCheckpoint:
         return None  # it has been deleted meanwhile
-    if not rested.foreseen:
+    if rested.foreseen:
+        taking.was_of_use(box, foreseen=True)
+    else:
         node.changed_files = 0
-    taking.claimed(box)
     return node
 
 

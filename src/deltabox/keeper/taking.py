@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_IN_VAIN = 3  # large states that were captured for nothing, until no more are
-_LARGE = 128 << 20  # bytes
+_LARGE, _SLOW = 128 << 20, 30  # bytes; milliseconds
+# Capturing a large state for nothing counts so much, and is not done from so much on; each
+# checkpoint takes one off. So where it is of no use it is tried once in four checkpoints.
+_IN_VAIN, _TOO_MUCH = 4, 12
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,11 @@ def claimed(box: Box) -> None:
     """The last state that was captured has become a checkpoint's."""
     if box.rested is not None:
         box.rested = replace(box.rested, foreseen=False)
-    box.in_vain = 0
+
+
+def was_of_use(box: Box, *, foreseen: bool) -> None:
+    """A checkpoint was asked for: whether its state had been captured before."""
+    box.in_vain = 0 if foreseen else max(0, box.in_vain - 1)
 
 
 def forget(box: Box) -> None:
@@ -165,15 +171,17 @@ def foresee(box: Box, calm: Callable[[], bool]) -> None:
     tree = box.tree
     if box.head is None or not tree.engine.may_come_to_rest(box.live):
         return
-    size = box.live.base.whole if box.live.base is not None else 0
-    if not tree.budget.has_room(size) or (size > _LARGE and box.in_vain >= _IN_VAIN):
-        return
+    base = box.live.base
+    if base is not None:
+        dear = base.whole > _LARGE or base.stats.total_ms > _SLOW
+        if not tree.budget.has_room(base.whole) or (dear and box.in_vain >= _TOO_MUCH):
+            return
     try:
         with box.operating_if_free():
             if not calm() or unchanged(box, wait=False) is not None:
                 return
             take(box, lambda: None, go_on=calm)
-            box.in_vain += 1
+            box.in_vain += _IN_VAIN
     except Busy:
         return
     except DeltaBoxError as error:
