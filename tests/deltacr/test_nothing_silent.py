@@ -203,9 +203,10 @@ def look(sandbox: Sandbox) -> dict[str, Any]:
     """What there is to be seen, without what may differ.
 
     We look from outside, so the engine thinks that nobody uses the sandbox. After a call it may
-    stop it three times to work ahead (_TURNS in keeper/leisure.py), and not once more.
+    stop it to work ahead, once in the first turn (_TURNS in keeper/leisure.py) and twice in each of
+    the others, and not once more.
     """
-    for _ in range(3):
+    for _ in range(5):
         found = _look(sandbox)
         if not any("tracing stop" in str(seen) for seen in found.values()):
             return found

@@ -84,9 +84,8 @@ class Leisure:
             next(steps)
         except StopIteration as end:
             if end.value:
-                self.begin(
-                    box, restored=True
-                )  # what was written since the last checkpoint is not in the new one
+                # what was written since the last checkpoint is not in the new template
+                self.begin(box, restored=True)
             return
         rest = _REST * (time.monotonic() - began)
         key = f"improve {box.number}"
