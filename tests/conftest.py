@@ -15,6 +15,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,16 @@ def keepers() -> list[int]:
             if b"deltabox.keeper" in command and str(_STATE).encode() in command:
                 found.append(int(entry.name))
     return found
+
+
+@contextmanager
+def keeper_of_its_own(state: Path, **environment: str) -> Iterator[None]:
+    """What is created within the block has another keeper, started in this environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setenv("DELTABOX_STATE", str(state))
+        yield
 
 
 def mounts() -> set[str]:

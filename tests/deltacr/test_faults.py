@@ -15,6 +15,7 @@ import pytest
 
 from deltabox import DeltaBoxError, Process, Sandbox, Shell
 from tests.api.test_standby import awaited, used
+from tests.conftest import keeper_of_its_own
 from tests.objects.test_mqueue import CALLS
 from tests.probe import Probe
 
@@ -24,11 +25,8 @@ pytestmark = pytest.mark.timeout(200)
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A keeper of its own in the test mode."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("DELTABOX_FAULTS", "1")
-    patch.setenv("DELTABOX_STATE", str(tmp_path_factory.mktemp("faults")))
-    yield
-    patch.undo()
+    with keeper_of_its_own(tmp_path_factory.mktemp("faults"), DELTABOX_FAULTS="1"):
+        yield
 
 
 class State:

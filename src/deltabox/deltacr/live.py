@@ -184,6 +184,12 @@ class Live:
             worse.close()
         return True
 
+    def drop_successor(self) -> None:
+        """Free the template made ahead: as a fork it keeps what the one before it has held."""
+        made = self.take_successor()
+        if made is not None:
+            made.close()
+
     def take_successor(self) -> Template | None:
         with self._end_lock:
             made, self.successor = self.successor, None

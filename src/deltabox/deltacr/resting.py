@@ -1,8 +1,7 @@
 """Whether a tree is still in the state that was captured last, told without stopping it.
 
-The agent looks, and asks for another checkpoint, or for a fork of the present state: often nothing
-has happened since the last one.  A checkpoint that shares everything with its parent is as good
-then, and takes no pause.
+What was captured while everybody waited is good for any checkpoint that is asked for until somebody
+moves, and a second checkpoint of one state can share everything with the first (keeper/taking.py).
 
 A process is as it was if each of its threads has slept since it went on after the stop, in the call
 that it was stopped in, and has written nothing; told.py says what that rests on.  All that is read
@@ -45,7 +44,7 @@ def is_likely(live: Live, *, network: str) -> bool:
 
 
 def state_of(live: Live) -> Template | None:
-    """The template that holds the present state of a running tree, if its last checkpoint's does.
+    """The template that holds the present state of a running tree, if the one filled last does.
 
     OSError if the tree cannot be looked at.
     """

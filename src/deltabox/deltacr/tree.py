@@ -248,7 +248,7 @@ class Tree:
         return resting.is_likely(live, network=self.network)
 
     def unmoved(self, live: Live) -> Template | None:
-        """The template of the last checkpoint, if the tree is found to be in its state still.
+        """The template that was filled last, if the tree is found to be in its state still.
 
         Nobody is stopped for that. OSError if the tree cannot be looked at.
         """

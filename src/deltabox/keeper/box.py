@@ -188,12 +188,12 @@ class Box:
                 self._touching -= 1
                 self._touches += 1
 
-    def traces(self) -> object | None:
+    def traces(self) -> object:
         """What is the same at two instants if nothing but its programs can have changed the state
-        between them; None while somebody is about to. The condition is held.
+        between them; like nothing else while somebody is about to. The condition is held.
         """
         if self._touching:
-            return None
+            return object()
         return self._touches, tuple(handle.traces() for handle in self.handles.values())
 
     def wait(self, call: Call, deadline: float | None) -> bool:

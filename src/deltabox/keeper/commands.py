@@ -87,17 +87,13 @@ def _launch(
 def with_files(box: Box, work: Callable[[Inside], T]) -> T:
     """Do something with the sandbox's files, in the root as it is now."""
     with box.touching():
-        return _with_files(box, work)
-
-
-def _with_files(box: Box, work: Callable[[Inside], T]) -> T:
-    with box.changed:
-        box.check_open()
-        root = os.dup(box.live.root)
-    try:
-        return work(Inside(root, box.tree.owner))
-    finally:
-        os.close(root)
+        with box.changed:
+            box.check_open()
+            root = os.dup(box.live.root)
+        try:
+            return work(Inside(root, box.tree.owner))
+        finally:
+            os.close(root)
 
 
 def _handle(box: Box, kind: str, label: str, *, stdin: bool, terminal: bool = False) -> Handle:

@@ -87,7 +87,7 @@ class Revived:
 
 @dataclass(frozen=True)
 class Rested:
-    """What a sandbox was like at the instant of its last checkpoint, to see whether it is still."""
+    """What a sandbox was like when it was captured last, to see whether it is still."""
 
     live: Live
     state: State

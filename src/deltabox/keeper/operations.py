@@ -84,8 +84,7 @@ def _checkpoint(box: Box, name: str | None, *, budget: Budget) -> Node:
         if node is None:
             taken = taking.take(box, lambda: budget.check(tree))
             node = record(taken.state, taken.saved, taken.stats)
-            taking.was_of_use(box, foreseen=False)
-        taking.claimed(box)
+            taking.came_too_late(box)
     tree.background.submit(tree.spares.stock, node)
     tree.background.submit(tree.engine.prepare, box.live)
     tree.background.submit(tree.engine.refill)
@@ -105,7 +104,7 @@ def _there_already(box: Box, record: Callable[[State, Saved, dict[str, Any]], No
     except UnknownCheckpoint:
         return None  # it has been deleted meanwhile
     if rested.foreseen:
-        taking.was_of_use(box, foreseen=True)
+        taking.claimed(box)
     else:
         node.changed_files = 0
     return node

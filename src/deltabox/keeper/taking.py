@@ -75,14 +75,15 @@ def stats_again(rested: Rested) -> dict[str, Any]:
 
 
 def claimed(box: Box) -> None:
-    """The last state that was captured has become a checkpoint's."""
+    """A state that was captured ahead has become a checkpoint's."""
     if box.rested is not None:
         box.rested = replace(box.rested, foreseen=False)
+    box.in_vain = 0
 
 
-def was_of_use(box: Box, *, foreseen: bool) -> None:
-    """A checkpoint was asked for: whether its state had been captured before."""
-    box.in_vain = 0 if foreseen else max(0, box.in_vain - 1)
+def came_too_late(box: Box) -> None:
+    """A checkpoint had to capture its state itself."""
+    box.in_vain = max(0, box.in_vain - 1)
 
 
 def forget(box: Box) -> None:
@@ -98,14 +99,16 @@ def take(
     *,
     go_on: Callable[[], bool] | None = None,
 ) -> Taken:
-    """Capture the present state. `check` may raise at the last moment. With `go_on` nothing is
-    waited for, and `Busy` raised if that says no when everybody is about to be stopped.
+    """Capture the present state. `check` may raise at the last moment.
+
+    With `go_on` it is ahead of any request: nothing is waited for, `Busy` is raised if that says no
+    when everybody is about to be stopped, and whoever needs room may free the state again.
     """
     tree = box.tree
     believed = unchanged(box, wait=go_on is None) if verify.ENABLED else None
     tree.image.presync()
     snapshots: list[Snapshot] = []
-    traces: list[object | None] = []
+    traces: list[object] = []
     attic = tree.image.attic(box.layer, tree.owner)
 
     @contextmanager
@@ -159,7 +162,7 @@ def take(
     if old is not None and old.foreseen:
         template.succeed(old.state.template)
         tree.leave(old.state)
-    box.rested = Rested(box.live, state, traces[0], stats, foreseen=True)
+    box.rested = Rested(box.live, state, traces[0], stats, foreseen=go_on is not None)
     return Taken(state, saved, stats)
 
 
@@ -168,15 +171,16 @@ def foresee(box: Box, calm: Callable[[], bool]) -> None:
 
     Not before the first checkpoint, because not everybody takes any; nor in front of a caller.
     """
-    tree = box.tree
-    if box.head is None or not tree.engine.may_come_to_rest(box.live):
+    tree, base = box.tree, box.live.base
+    if box.head is None:
         return
-    base = box.live.base
     if base is not None:
         dear = base.whole > _LARGE or base.stats.total_ms > _SLOW
         if not tree.budget.has_room(base.whole) or (dear and box.in_vain >= _TOO_MUCH):
             return
     try:
+        if not tree.engine.may_come_to_rest(box.live):
+            return
         with box.operating_if_free():
             if not calm() or unchanged(box, wait=False) is not None:
                 return
@@ -184,7 +188,7 @@ def foresee(box: Box, calm: Callable[[], bool]) -> None:
             box.in_vain += _IN_VAIN
     except Busy:
         return
-    except DeltaBoxError as error:
+    except (OSError, DeltaBoxError) as error:
         log.info("%s: nothing was captured ahead: %s", box.number, error)
         return
     tree.engine.prepare(box.live)

@@ -348,15 +348,16 @@ class Tree:
         with self.lock:
             boxes = list(self.boxes.values())
         found = [rested for box in boxes if (rested := box.rested) and rested.foreseen]
-        states = []
+        gone = []
         with self.lock:
             for rested in found:
                 if not rested.state.nodes and not rested.state.freed:
                     rested.state.freed = True
-                    states.append(rested.state)
-        for state in states:
-            self._free_state(state)
-        return bool(states)
+                    gone.append(rested)
+        for rested in gone:
+            rested.live.drop_successor()
+            self._free_state(rested.state)
+        return bool(gone)
 
     def _free_state(self, state: State) -> None:
         state.template.close()
