@@ -56,7 +56,7 @@ PROGRAMS: dict[str, tuple[list[str], list[str], list[str]]] = {
     "deltacr/_interpreter": (["deltacr/interpreter.c"], BARE, []),
     "deltacr/_nat": (["deltacr/nat.c"], HARDENED, ["-ldl"]),
     "linux/_bulk": (
-        ["linux/bulk.c", "linux/ask.c", "linux/stop.c", "linux/beside.c"],
+        ["linux/bulk.c", "linux/ask.c", "linux/stop.c", "linux/beside.c", "linux/pages.c"],
         ["-fPIC", "-shared", "-pthread"],
         [],
     ),

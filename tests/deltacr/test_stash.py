@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltabox.deltacr.model import PAGE, Capture, Mapping, Process
+from deltabox.deltacr.objects import sysv
 from deltabox.deltacr.stash import Stash, _without, plan
 
 _edges = st.lists(st.integers(0, 200), unique=True, max_size=20).map(sorted)
@@ -61,7 +62,7 @@ def _processes(draw: st.DrawFn) -> list[Process]:
 
 
 def _capture(processes: list[Process]) -> Capture:
-    return Capture(tuple(processes), (), (), (), (), 1, b"h", b"d", None)
+    return Capture(tuple(processes), (), (), (), (), 1, b"h", b"d", None, sysv.NOTHING)
 
 
 def _no_overlap(stash: Stash) -> None:

@@ -21,8 +21,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 
-from ..errors import UnsupportedState
 from ..linux import bulk, proc, stop, userfaultfd
 from ..linux.bulk import Regions
 from . import memory
@@ -93,6 +93,11 @@ def work(
                 return young
             looked = None if rested else _glance(space, names)
             found[pid], present[pid] = looked or _look(live, space, pid, names)
+    for look_at in live.sharing.pieces():
+        with live.ahead.step() as may:
+            if not may or not calm():
+                return young
+            look_at()
     _copy(live, spaces, found, present, reference, calm, has_room)
     return young
 
@@ -221,13 +226,17 @@ def _look(live: Live, space: Space, pid: int, names: Names) -> tuple[tuple[Mappi
     answers = names.look(known.paths)
     found = same_mappings(space, known, present, answers, names)
     if found is None:
-        if any(m.kind == "memory" for m in known.bare):
-            raise UnsupportedState("shared memory is not looked at ahead")
         checked = names.mapped(space.host, memory.with_pages(known.bare, present), refuse)
-        found = names.with_base(checked)
+        found = names.with_base([_shared(live, space.host, m) for m in checked])
         if all(names.is_settled(m) for m in found):
             space.learn(present, answers, found)
     return found, present.unguarded() if present.guarded else present
+
+
+def _shared(live: Live, host: int, mapping: Mapping) -> Mapping:
+    if mapping.kind != "memory":
+        return mapping
+    return replace(mapping, memory=live.sharing.of_mapping(host, mapping).number)
 
 
 def _base(live: Live, pid: int) -> tuple[dict[int, Held], Template | None]:

@@ -44,6 +44,7 @@ from .objects import (
     remains,
     seccomp,
     signals,
+    sysv,
     tcp,
     terminals,
     timers,
@@ -139,13 +140,14 @@ class Capturing:
         self.still: dict[int, Told] = {}  # what those have told who have not moved since
         self.gathered: list[_Gathered] = []
         self._processes: list[Process] | None = None
+        self.system_v = sysv.NOTHING
         self._zombies_found: list[Process] = []
         self._memories: Memories
 
     @property
-    def copies(self) -> list[int]:
-        """Files with the contents of shared memory."""
-        return self.table.shared.copies
+    def changed_shared(self) -> int:
+        """Bytes of shared memory that were not as they had been seen last."""
+        return self.table.shared.changed
 
     def give_up(self) -> None:
         """There will be no checkpoint."""
@@ -176,7 +178,8 @@ class Capturing:
         assert around is not None
         self.survey = around.survey
         self._check_world(around.world)
-        self._check_survey()
+        self.system_v = self._look_at_system_v()
+        self.table.shared.finish()
 
     def _look(self, stack: ExitStack) -> None:
         """See all that can be seen from outside, and who has not moved since he was asked."""
@@ -240,6 +243,7 @@ class Capturing:
             self.survey.hostname,
             self.survey.domainname,
             mqueues.Queues(tuple(self.table.queues.found), self.survey.queue_limits),
+            self.system_v,
             {p.pid: p for p in processes},
         )
 
@@ -262,12 +266,18 @@ class Capturing:
                 object="network",
             )
 
-    def _check_survey(self) -> None:
-        for what, count in self.survey.ipc.items():
-            if count:
-                raise UnsupportedState(
-                    f"the sandbox holds {count} System V {what}", pid=1, process="init", object=what
-                )
+    def _look_at_system_v(self) -> sysv.SystemV:
+        if not any(self.survey.ipc.values()):
+            return sysv.NOTHING
+        try:
+            found = sysv.capture(self.live.init, self.owner, self.table.shared)
+        except Refused as refused:
+            raise UnsupportedState(
+                f"the sandbox holds {refused}", pid=1, process="init", object="System V IPC"
+            ) from None
+        for process, g in zip(self.processes(), self.gathered, strict=True):
+            sysv.check(found, self.live.init, process, g.refuse)
+        return found
 
     # -- one process ----------------------------------------------------------------------------
 
@@ -391,14 +401,14 @@ class Capturing:
     def _mappings(self, host: int, refuse: Refuse) -> tuple[Vma, ...]:
         """With pages, checked names and objects; as they were found before if nothing changed."""
         seen = self._memories.of(host)
-        if seen.found is not None:
+        if seen.found is not None and self._shares_still(host, seen.found, refuse):
             self._memories.space(host).confirm()
             return seen.found
         mappings = memory.with_pages(seen.known.bare, seen.present)
         mappings = self.names.mapped(host, mappings, refuse)
         mappings = [self._shared(host, m, refuse) for m in mappings]
         found = self.names.with_base(mappings)
-        if all(m.memory < 0 and m.ghost < 0 and self.names.is_settled(m) for m in found):
+        if all(m.ghost < 0 and self.names.is_settled(m) for m in found):
             self._memories.space(host).learn(seen.present, seen.names, found)
         return found
 
@@ -434,6 +444,10 @@ class Capturing:
             return replace(mapping, memory=self.table.shared.of_mapping(host, mapping))
         except Refused as refused:
             raise refuse(f"maps {refused}", "mapping") from None
+
+    def _shares_still(self, host: int, found: tuple[Vma, ...], refuse: Refuse) -> bool:
+        """Whether mappings of shared memory, known from before, are of what they were of."""
+        return all(m.memory == self._shared(host, m, refuse).memory for m in found)
 
     def _still_to_resume(self, pid: int, threads: tuple[Thread, ...]) -> Process | None:
         """The captured process that a restored, stopped one will become when it is continued.

@@ -108,8 +108,7 @@ def take(
                 raise CheckpointError(f"the tree could not be captured: {error}") from error
             raise
     assert blank.stash is not None
-    blank.shared = capturing.copies
-    shared = sum(size for one in seen.shared for _, size in one.extents)
+    blank.shared = [one.table for one in seen.shared]
     limits = [_limit(which) for which in range(16)]
     blank.compile_later(
         functools.partial(compile_program, seen, blank.stash, network=network, limits=limits)
@@ -124,11 +123,11 @@ def take(
     }
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
     whole = blank.whole
-    blank.resize(own=changed, whole=whole, extra=shared + _PROGRAMS)
+    blank.resize(own=changed, whole=whole, extra=_PROGRAMS)
     blank.stats = Stats(
         pause_ms=pause * 1e3,
         total_ms=(time.monotonic() - started) * 1e3,
-        dirty_bytes=changed,
+        dirty_bytes=changed + capturing.changed_shared,
         processes=len(seen.processes),
     )
     return blank, result

@@ -103,7 +103,7 @@ class DescriptorTable:
         self.network = network
         self.inside: dict[int, int] = {}  # host pids, tids, groups and sessions -> inside
         self.terminals = terminals.Terminals(live.root, owner, externals)
-        self.shared = SharedMemories(owner)
+        self.shared = SharedMemories(live.sharing, owner)
         self._live = live
         self._externals = externals
         self._pipe_index: dict[int, int] = {}

@@ -46,6 +46,8 @@ class Ledger:
         """Called with what `held` has changed by."""
         self.held = 0
         """Bytes of memory that the open templates hold together."""
+        self.beside = 0
+        """Bytes of those that are not the templates': what shared memory held."""
         self._entries: dict[int, _Entry] = {}
         self._lock = threading.Lock()
 
@@ -80,6 +82,12 @@ class Ledger:
             entry.own = whole if entry.parent is None and not entry.left else own
             entry.whole, entry.extra = whole, extra
             self.held += entry.pages + entry.extra
+
+    def put_beside(self, size: int) -> None:
+        """What is held beside the templates takes so many bytes now."""
+        with self._changing():
+            self.held += size - self.beside
+            self.beside = size
 
     def shares(self, key: int) -> bool:
         """Whether others may share pages with it, so that its end frees less than it holds."""

@@ -39,6 +39,7 @@ from .interrupted import Waits
 from .look import CommonLook
 from .model import Capture
 from .network import Network
+from .objects.shared_memory import Sharing
 from .peer import Loaded, Peer, PeerGone, ProgramFailed, Run, insist
 from .records import REQUEST_SLOT, Program, Var
 from .reports import Exit, Reports
@@ -62,6 +63,7 @@ class Live:
         requests: socket.socket,
         reports: socket.socket,
         slot: int,
+        sharing: Sharing,
     ) -> None:
         self.init = init
         self.network = network
@@ -84,6 +86,8 @@ class Live:
         self.successor: Template | None = None  # made ahead for the next checkpoint
         self.improving = False  # somebody is about to make a better one
         self.spaces: dict[int, Space] = {}  # by host pid
+        self.sharing = sharing  # its shared memory
+        self.released = False
         self.ahead = Ahead()
         self._world: Questions | None = None
         self._common: CommonLook | None = None
@@ -421,6 +425,7 @@ class Live:
 
     def release(self) -> None:
         """Let a restored tree run. The answer to the barrier message is its start."""
+        self.released = True
         self.peer.sock.send(b"go")
 
     def stop(self) -> None:

@@ -27,7 +27,7 @@ from ..linux import numbers as nr
 from ..linux.bulk import Regions
 from ..linux.pagemap import PAGE_IS_GUARD
 from .model import PAGE, Mapping, Process
-from .objects import shared_memory
+from .objects import shared_memory, sysv
 from .rebuild import Rebuild
 from .records import (
     CODE,
@@ -183,14 +183,14 @@ def _mapping(header: re.Match[str], flags: frozenset[str], refuse: Refuse) -> Ma
         return Mapping(start, end, prot, False, 0, "anonymous", name, True, flags)
     if not path.startswith("/"):
         raise refuse(f"maps a kernel object, {path}", "mapping")
-    if path.startswith(("/SYSV", "/anon_hugepage")):
+    if path.startswith("/anon_hugepage"):
         raise refuse(f"has shared memory at {start:#x} ({path})", "mapping")
     if path == _AIO:
         raise refuse(
             f"has an AIO context (io_setup) at {start:#x}, whose requests in flight cannot be seen",
             "aio context",
         )
-    if path.startswith("/memfd:") or (shared and path == "/dev/zero (deleted)"):
+    if shared_memory.is_shared_memory(path, shared=shared):
         kind: Literal["file", "memory"] = "memory"
     else:
         kind = "file"
@@ -252,6 +252,7 @@ def restore(
     """Build the address space of one clone; `opened` gives the descriptor of each mapped file."""
     program = rebuild.program
     fixed = mmap.MAP_PRIVATE | 0x100000  # MAP_FIXED_NOREPLACE
+    segments = {segment.memory for segment in rebuild.capture.system_v.segments}
     for mapping in process.mappings:
         if mapping.kind == "vdso":
             continue
@@ -271,15 +272,13 @@ def restore(
             flags = fixed | mmap.MAP_ANONYMOUS | map_flags(mapping)
             do.call(nr.MMAP, start, size, prot, flags, -1, 0, what=f"map {name}")
         else:
+            if mapping.memory in segments:
+                continue  # attached below
             if mapping.memory < 0:
                 file = mapping.ghost if mapping.ghost >= 0 else mapping.path
                 fd = opened[file, open_mode(mapping)]
             else:
-                memfd = shared_memory.descriptor_of(rebuild, mapping)
-                if memfd is None:
-                    shared_memory.map_part(rebuild, do, mapping)
-                    continue
-                fd = memfd
+                fd = shared_memory.descriptor_of(rebuild, mapping)
             first = prot | 3 if mapping.pages else prot
             kind = mmap.MAP_SHARED | 0x100000 if mapping.shared else fixed
             do.call(
@@ -299,6 +298,7 @@ def restore(
                 do.call(nr.MPROTECT, start, size, prot, what=f"protect {name}")
         if mapping.kind == "anonymous" and mapping.path:
             do.call(nr.PRCTL, _PR_SET_VMA, 0, start, size, program.text(mapping.path))
+    sysv.attach(rebuild, do, process)
     vdso = min(m.start for m in process.mappings if m.kind == "vdso")
     do.call(nr.ARCH_PRCTL, 0x2003, vdso, what="map the vdso")
 

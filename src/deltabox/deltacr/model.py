@@ -72,7 +72,7 @@ class Mapping:
     inode: int = 0
     of_base: bool = False  # a private mapping of a file that is the base's, unchanged
     pages: tuple[tuple[int, int], ...] = ()
-    memory: int = -1  # index into Capture.shared of shared memory without a file
+    memory: int = -1  # the number in Capture.shared of shared memory without a file
     ghost: int = -1  # index into Capture.ghosts of a file without a name
     guards: tuple[tuple[int, int], ...] = ()  # MADV_GUARD_INSTALL
 
@@ -241,4 +241,5 @@ class Capture:
     hostname: bytes
     domainname: bytes
     queues: Any  # POSIX message queues of the namespace, see objects/mqueues.py
+    system_v: Any  # its System V objects, see objects/sysv.py
     by_pid: dict[int, Process] = field(default_factory=dict)

@@ -39,6 +39,7 @@ from .objects import (
     remains,
     shared_memory,
     signals,
+    sysv,
     terminals,
     timers,
 )
@@ -89,7 +90,8 @@ def is_plain(capture: Capture) -> bool:
         and len(capture.descriptions) <= 64
         and sum(len(p.threads) for p in capture.processes) <= 32
         and sum(len(pipe.content) for pipe in capture.pipes) <= 1 << 20
-        and not (capture.shared or capture.ghosts or capture.queues.all)
+        and len(capture.shared) <= 64
+        and not (capture.ghosts or capture.queues.all)
         and all(d.kind in _PLAIN for d in capture.descriptions)
         and all(not p.stopped and p.zombie is None for p in capture.processes)
     )
@@ -110,7 +112,9 @@ class _Compiler:
         self.limits = limits
         self.slack = attributes.Slack(capture.processes)
         self.keys = external_inputs(capture)
-        self.program = Program(*self.keys, *(s.holder for s in capture.shared))
+        self.program = Program(
+            *self.keys, *(s.holder for s in shared_memory.brought(capture.shared))
+        )
         self.world = World(capture.hostname, capture.domainname, network)
         self.root = arrange(capture)
         self.tasks = everyone(self.root)
@@ -159,6 +163,7 @@ class _Compiler:
         clocks = self._starting()
         init.barrier(_READY, self.running + 1)
         shared_memory.finish(self.rebuild)
+        sysv.finish(self.rebuild)
         if not clocks:
             self._close_all()
         self._set_last_pid(init)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from ..linux import numbers as nr
 from ..linux import pagemap, pidfd
+from ..linux.pages import Table
 from .boot import First
 from .model import Capture, Mapping
 from .peer import Peer, PeerGone, ProgramFailed, end_task
@@ -62,7 +63,7 @@ class Template:
         self.read_ahead = 0  # bytes that were copied before the checkpoint
         self.mappings: dict[int, tuple[Mapping, ...]] = {}  # those it was fed for, by pid
         self.known: dict[int, Known] = {}  # of each process's memory, by pid
-        self.shared: list[int] = []  # files with the contents of shared memory
+        self.shared: list[Table] = []  # what shared memory held
         self.externals: list[str] = []  # keys of the pipes a restore must bring
         self.shares: Callable[[], bool] = lambda: False  # pages with other templates
         self.on_close: Callable[[int], None] = lambda freed: None
@@ -182,5 +183,5 @@ class Template:
             peer.close()
             end_task(task)
         while self.shared:
-            os.close(self.shared.pop())
+            self.shared.pop().close()
         self.on_close(freed)

@@ -25,16 +25,18 @@ from ..errors import (
     RollbackError,
     UnsupportedState,
 )
+from ..linux.pages import Store
 from . import ahead, boot, checkpoint, improve, resting
 from .asked import Asked
 from .boot import First
 from .checkpoint import AtInstant
 from .groups import Groups
 from .live import Live
-from .model import External
+from .model import Capture, External
 from .network import Network, Networks
-from .objects import terminals
+from .objects import sysv, terminals
 from .objects.ghosts import Attic
+from .objects.shared_memory import Sharing, Stock
 from .peer import Loaded, Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import WORLD_SLOT, Sealed
 from .survey import WorldState
@@ -85,11 +87,14 @@ class Tree:
         self._networks: deque[Network] = deque()
         self._starting = 0
         self._stock = _SPARE  # of groups and network namespaces
+        self._pages = Store()  # what shared memory held
+        self._leftover = Stock(self._pages, lambda size: self.has_room(size))
         self._lock = threading.Lock()
         self._refill_lock = threading.Lock()
         self._closed = False
         self.userns = self._make_user_namespace()
         with contextlib.ExitStack() as undo:
+            undo.callback(self._pages.close)
             undo.callback(os.close, self.userns)
             self.groups = Groups(
                 group,
@@ -108,7 +113,7 @@ class Tree:
                 groups=self.groups,
                 userns=self.userns,
                 io_uring=io_uring,
-                on_change=self._scale_groups,
+                on_change=self._templates_changed,
             )
             self.ledger = self._templates.ledger
             self._templates.begin()
@@ -151,14 +156,14 @@ class Tree:
         """
         if not template.compiled or template.capture is None:
             raise RollbackError("the checkpoint holds no process state")
-        holders = {f"shared{index}": fd for index, fd in enumerate(template.shared)}
         live = world
         try:
             if live is None:
                 live = self._first_process(template, template.first, root_mount)
             else:
                 self.use(live)
-            self._rebuild(live, template, template.sealed, {**externals, **holders})
+            shared = self._make_shared(live, template.capture)
+            self._rebuild(live, template, template.sealed, {**externals, **shared})
         except (ProgramFailed, PeerGone, OSError) as error:
             if live is not None:
                 live.end()
@@ -175,6 +180,21 @@ class Tree:
         live.origin = template.capture
         live.base = live.cloned_from = template
         return live
+
+    def _make_shared(self, live: Live, capture: Capture) -> dict[str, int]:
+        """The shared memory of a new tree, by the input of the program that it is for."""
+        inputs = {}
+        segments = {}
+        if capture.system_v:
+            segments = sysv.make(
+                live.init, self.owner, capture.system_v, capture.shared, self._leftover
+            )
+        for shared in capture.shared:
+            fd = segments.pop(shared.number, -1)
+            if fd < 0:
+                fd = inputs[shared.holder] = self._leftover.make(shared, self.owner)
+            live.sharing.adopt(shared, fd)
+        return inputs
 
     def let_wait(self, live: Live, tasks: int) -> None:
         """A restored tree with so many tasks will wait: it needs no sandbox's share of limits."""
@@ -260,6 +280,8 @@ class Tree:
             self._closed = True
             lives = list(self._lives)
         with contextlib.ExitStack() as steps:  # the last of them first
+            steps.callback(self._pages.close)
+            steps.callback(self._leftover.close)
             steps.callback(self.groups.remove)
             steps.callback(os.close, self.userns)
             steps.callback(self._maker.close)
@@ -328,6 +350,7 @@ class Tree:
                 requests=requests,
                 reports=reports,
                 slot=slot,
+                sharing=Sharing(self._pages),
             )
             try:
                 live.peer.answer(run)
@@ -371,6 +394,8 @@ class Tree:
 
     def _ended(self, live: Live, template: Template, slot: int) -> None:
         live.network.leave()
+        self._leftover.give(live.sharing.leave())
+        self._weigh_shared()
         self.groups.give(live.group)
         template.give_slot(slot)
         with self._lock:
@@ -507,12 +532,19 @@ class Tree:
         finally:
             end_task(task)
 
+    def _templates_changed(self) -> None:
+        self._weigh_shared()
+        self._scale_groups()
+
+    def _weigh_shared(self) -> None:
+        self.ledger.put_beside(self._pages.size + self._leftover.size)
+
     def _scale_groups(self) -> None:
         """The templates' memory is charged to the tree: its limit follows what they hold."""
         with self._lock:
             running = sum(not live.tasks for live in self._lives) + self._starting
             waiting = sum(live.tasks for live in self._lives)
-        count, held = self._templates.count, self.ledger.held
+        count, held = self._templates.count, self.ledger.held - self.ledger.beside
         held += held // 64 + count * _OWN_MEMORY
         self.groups.scale(lives=max(1, running), templates=count, held=held, waiting=waiting)
 

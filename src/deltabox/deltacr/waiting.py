@@ -38,7 +38,7 @@ def waiting_bytes(template: Template) -> int:
     capture, stash = template.capture, template.stash
     if capture is None or stash is None or not template.compiled:
         return 0
-    shared: int = sum(size for one in capture.shared for _, size in one.extents)
+    shared: int = sum(one.table.size for one in capture.shared)
     threads = sum(len(process.threads) for process in capture.processes)
     tables = sum(stash.sizes().values()) // 512
     fixed = _TREE + len(capture.processes) * _PROCESS + threads * _THREAD

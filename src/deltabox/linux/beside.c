@@ -24,11 +24,15 @@ void bulk_memories(struct memory *, long, char *, u64);
 
 long bulk_ask(const void *, long, const void *, char *, u64, void *);
 
-enum { IOCTL, MEMORIES, ASK };
+struct store;
+long pages_read(struct store *, int, u64, u64, const uint32_t *, uint32_t *, long);
+long pages_write(struct store *, int, u64, u64, const uint32_t *, const uint32_t *, u64);
+
+enum { IOCTL, MEMORIES, ASK, READ_PAGES, WRITE_PAGES };
 
 struct job {                    /* beside.py has the same */
-	u64 kind, arguments[6];
-	s64 result;             /* of ioctl: 0 or -errno */
+	u64 kind, arguments[7];
+	s64 result;             /* of calls that have one: 0, a count, or -errno */
 	u64 done;
 	struct job *next;
 };
@@ -49,6 +53,12 @@ static void perform(struct job *job)
 	else if (job->kind == ASK)
 		job->result = bulk_ask((void *)a[0], a[1], (void *)a[2], (char *)a[3], a[4],
 				       (void *)a[5]);
+	else if (job->kind == READ_PAGES)
+		job->result = pages_read((struct store *)a[0], a[1], a[2], a[3],
+					 (uint32_t *)a[4], (uint32_t *)a[5], a[6]);
+	else if (job->kind == WRITE_PAGES)
+		job->result = pages_write((struct store *)a[0], a[1], a[2], a[3],
+					  (uint32_t *)a[4], (uint32_t *)a[5], a[6]);
 	else
 		bulk_memories((struct memory *)a[0], a[1], (char *)a[2], a[3]);
 }

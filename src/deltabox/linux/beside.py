@@ -15,12 +15,14 @@ class _Kind(IntEnum):
     IOCTL = 0
     MEMORIES = 1
     ASK = 2
+    READ_PAGES = 3
+    WRITE_PAGES = 4
 
 
 class _Job(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_uint64),
-        ("arguments", ctypes.c_uint64 * 6),
+        ("arguments", ctypes.c_uint64 * 7),
         ("result", ctypes.c_int64),
         ("done", ctypes.c_uint64),
         ("next", ctypes.c_void_p),
@@ -31,7 +33,7 @@ class Job:
     """A call that has begun. It must be waited for, whatever happens: it uses our memory."""
 
     def __init__(self, kind: _Kind, arguments: tuple[int, ...], keep: object) -> None:
-        self._job = _Job(kind, (ctypes.c_uint64 * 6)(*arguments))
+        self._job = _Job(kind, (ctypes.c_uint64 * 7)(*arguments))
         self._keep = keep
         bad = library.beside_begin(ctypes.byref(self._job))
         if bad:
@@ -45,9 +47,14 @@ class Job:
 
     def check(self) -> None:
         """Wait for its end; raises the OSError that it met."""
+        self.count()
+
+    def count(self) -> int:
+        """The same, with its result."""
         result = self.wait()
         if result < 0:
             raise OSError(-result, os.strerror(-result))
+        return result
 
 
 def ioctl(fd: int, request: int, argument: bytes) -> Job:
@@ -66,3 +73,13 @@ def ask(
 ) -> Job:
     """Begin bulk_ask() in ask.c with these addresses and sizes."""
     return Job(_Kind.ASK, (questions, count, ids, room, size, answers), keep)
+
+
+def read_pages(*arguments: int, keep: object) -> Job:
+    """Begin pages_read() in pages.c with these addresses and numbers."""
+    return Job(_Kind.READ_PAGES, arguments, keep)
+
+
+def write_pages(*arguments: int, keep: object) -> Job:
+    """Begin pages_write() in pages.c with these addresses and numbers."""
+    return Job(_Kind.WRITE_PAGES, arguments, keep)

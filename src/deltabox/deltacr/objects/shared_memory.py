@@ -2,235 +2,387 @@
 
 Both are files of the kernel's own tmpfs; a mapping is told by their inode number, and the file is
 reached through /proc/PID/map_files.  Fork shares such memory instead of copying it, so a template
-cannot hold it: at the checkpoint its bytes (not its holes) are copied into a file of the keeper's,
-and PID 1 copies them into a new object at every restore.  That costs with the size, not with the
-change.
+cannot hold it.  What it held is a table in the tree's store of pages (linux/pages.py): a checkpoint
+compares the object with its last table, and adds the pages that differ.  Before it, while the tree
+runs, the same is done ahead (`Sharing.refresh`), so that little is left to copy.
 
-Anonymous shared memory has no descriptor.  PID 1 maps it where every clone inherits it, and each
-duplicates the parts it had into place: mremap(2) of a shared mapping with an old size of 0.
+A restore needs an object of its own with the same content: the keeper makes and fills it, PID 1
+passes it on as a descriptor, and everybody maps that.  (An open file of anonymous shared memory can
+be had through map_files; what maps it shows as what it was.)  Writing into pages that an object has
+already is ten times faster than making a new one, so anonymous objects of trees that have ended are
+kept in a `Stock` and brought to what is wanted.
+
+docs/shared-memory.md has the measurements, and what was rejected: files in the sandbox's image,
+cloned for each restore, and filling on first touch by userfaultfd(2).
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
+import functools
+import itertools
 import os
 import stat
-import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from ...linux import numbers as nr
+from ...linux import shmem
+from ...linux.pages import Reading, Store, Table
 from ..model import PAGE, Description, Mapping
 from ..rebuild import Entry, Kind, Rebuild
-from ..records import Sequence
 from ..subject import Refused, Subject
 
-ANONYMOUS, MEMFD = "/dev/zero (deleted)", "/memfd:"
+ANONYMOUS, MEMFD, SEGMENT = "/dev/zero (deleted)", "/memfd:", "/SYSV"
 _DELETED = " (deleted)"
-_MOST = 4 << 30  # bytes of one tree's
-_CLOSE = 1 << 16  # holes smaller than this are copied too
 _F_GET_SEALS, _F_ADD_SEALS = 1034, 1033
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
-_NORESERVE = 0x4000
+_CLOEXEC = 0o2000000
+_PIECE = 2048  # pages looked at before somebody else may take over
+_SPARES = 1  # objects of a kind that wait to be used again
+
+_ids = itertools.count(1)
+# device and inode number, and whether the latter is the identifier of a System V segment: those
+# may be the same as another file's
+Key = tuple[int, int, bool]
+
+
+def is_shared_memory(path: str, *, shared: bool) -> bool:
+    """Whether a mapping of this name, in /proc/PID/maps, is of what this file is about."""
+    return path.startswith((MEMFD, SEGMENT)) or (shared and path == ANONYMOUS)
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """One object. `extents` are (offset, size) of what is not a hole, in its copy too."""
+    """One object at one instant. `number` is that of the object in all states of a tree."""
 
+    number: int
     name: str | None  # a memfd's; None: anonymous
+    segment: int  # the identifier of a System V segment; -1
     size: int
     mode: int
     uid: int
     gid: int
     seals: int
-    extents: tuple[tuple[int, int], ...]
-    holder: str  # the input that brings its copy
+    table: Table
     reserve: bool
+
+    @property
+    def holder(self) -> str:
+        """The input of a restore that brings it."""
+        return f"shared{self.number}"
+
+
+@dataclass(eq=False)
+class Object:
+    """One object of a running tree. `fd` is ours, for reading."""
+
+    number: int
+    name: str | None
+    segment: int
+    reserve: bool
+    fd: int
+    table: Table | None = None  # what it held when it was looked at last
+
+    def pages(self) -> int:
+        """How many it has now; none when it is closed."""
+        return 0 if self.fd < 0 else -(-os.fstat(self.fd).st_size // PAGE)
+
+    def close(self) -> None:
+        if self.table is not None:
+            self.table.close()
+            self.table = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Sharing:
+    """The shared memory of a running tree, as far as it has been met. Thread-safe."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._objects: dict[Key, Object] = {}
+        self._lock = threading.Lock()
+
+    def meet(self, key: Key, path: str, name: str | None, reserve: bool) -> Object:
+        """What is behind `path`. Raises Refused."""
+        segment = key[1] if key[2] else -1
+        with self._lock:
+            if key not in self._objects:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                info = os.fstat(fd)
+                if info.st_blksize > PAGE or not stat.S_ISREG(info.st_mode):
+                    os.close(fd)
+                    raise Refused("shared memory of huge pages")
+                self._objects[key] = Object(next(_ids), name, segment, reserve, fd)
+            return self._objects[key]
+
+    def of_mapping(self, host: int, mapping: Mapping) -> Object:
+        """What is mapped. Raises Refused."""
+        path = f"/proc/{host}/map_files/{mapping.start:x}-{mapping.end:x}"
+        name = None
+        if mapping.path.startswith(MEMFD):
+            name = mapping.path.removeprefix(MEMFD).removesuffix(_DELETED)
+        key = mapping.device, mapping.inode, mapping.path.startswith(SEGMENT)
+        return self.meet(key, path, name, "nr" not in mapping.flags)
+
+    def of_segment(self, identifier: int) -> Object | None:
+        """A System V segment that has been met."""
+        with self._lock:
+            found = (one for one in self._objects.values() if one.segment == identifier)
+            return next(found, None)
+
+    def adopt(self, shared: SharedMemory, fd: int) -> None:
+        """`fd`, which is taken, is what `shared` was made again as."""
+        info = os.fstat(fd)
+        segment, table = shared.segment, shared.table.copy()
+        one = Object(shared.number, shared.name, segment, shared.reserve, fd, table)
+        with self._lock:
+            self._objects[info.st_dev, info.st_ino, segment >= 0] = one
+
+    def all(self) -> list[Object]:
+        with self._lock:
+            return list(self._objects.values())
+
+    def keep(self, numbers: set[int]) -> None:
+        """Forget all others: nobody has them any more."""
+        with self._lock:
+            gone = [key for key, one in self._objects.items() if one.number not in numbers]
+            for key in gone:
+                self._objects.pop(key).close()
+
+    def pieces(self) -> Iterator[Callable[[], None]]:
+        """Calls that look at what has changed while the tree runs, so that the next capture has
+        less to do. Nobody may capture it during one of them.
+        """
+        for one in self.all():
+            for first in range(0, one.pages(), _PIECE):
+                yield functools.partial(self._renew, one, first)
+
+    def _renew(self, one: Object, first: int) -> None:
+        count = one.pages()
+        if one.table is None or len(one.table) != count:
+            before, one.table = one.table, self.store.table(count, one.table)
+            if before is not None:
+                before.close()
+        if first < count:
+            one.table.renew(one.fd, first, min(_PIECE, count - first))
+
+    def leave(self) -> list[Object]:
+        """Give all of them to the caller: the tree has ended."""
+        with self._lock:
+            found = list(self._objects.values())
+            self._objects.clear()
+        return found
 
 
 class SharedMemories:
-    """What a capture finds, with copies that the template keeps."""
+    """What a capture finds, in a tree that stands still.
 
-    def __init__(self, owner: int) -> None:
-        self.found: list[SharedMemory] = []
-        self.copies: list[int] = []
+    What is known from before is looked at from the beginning, by threads of C beside the tracer.
+    """
+
+    def __init__(self, sharing: Sharing, owner: int) -> None:
+        self._sharing = sharing
         self._owner = owner
-        self._index: dict[tuple[int, int], int] = {}
-        self._total = 0
+        self._readings: dict[int, Reading] = {}
+        self._met: dict[int, Object] = {}
+        self.found: list[SharedMemory] = []
+        self.changed = 0  # bytes
+        for one in sharing.all():
+            self._begin(one)
+
+    def _begin(self, one: Object) -> None:
+        size = os.fstat(one.fd).st_size
+        self._readings[one.number] = self._sharing.store.read(one.fd, size, one.table)
 
     def of_mapping(self, host: int, mapping: Mapping) -> int:
-        """The index of what is mapped. Raises Refused."""
-        key = (mapping.device, mapping.inode)
-        if key not in self._index:
-            path = f"/proc/{host}/map_files/{mapping.start:x}-{mapping.end:x}"
-            name = None
-            if mapping.path.startswith(MEMFD):
-                name = mapping.path.removeprefix(MEMFD).removesuffix(_DELETED)
-            self._index[key] = self._enter(path, name, "nr" not in mapping.flags)
-        return self._index[key]
+        """The number of what is mapped. Raises Refused."""
+        return self._enter(self._sharing.of_mapping(host, mapping))
 
     def of_descriptor(self, subject: Subject) -> Description:
         info = os.stat(subject.path)
-        key = (info.st_dev, info.st_ino)
-        if key not in self._index:
-            name = subject.target.removeprefix(MEMFD).removesuffix(_DELETED)
-            self._index[key] = self._enter(subject.path, name, True)
-        return Description("memfd", subject.flags, subject.position, state=self._index[key])
+        name = subject.target.removeprefix(MEMFD).removesuffix(_DELETED)
+        one = self._sharing.meet((info.st_dev, info.st_ino, False), subject.path, name, True)
+        return Description("memfd", subject.flags, subject.position, state=self._enter(one))
 
-    def _enter(self, path: str, name: str | None, reserve: bool) -> int:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            info = os.fstat(fd)
-            if info.st_blksize > PAGE or not stat.S_ISREG(info.st_mode):
-                raise Refused("shared memory of huge pages")
-            extents = tuple(_extents(fd, info.st_size))
-            self._total += sum(size for _, size in extents)
-            if self._total > _MOST:
-                raise Refused(f"shared memory, more than {_MOST >> 30} GiB of it in all")
-            seals = fcntl.fcntl(fd, _F_GET_SEALS) if name is not None else 0
-            copy = os.memfd_create("deltabox", os.MFD_CLOEXEC)
-            self.copies.append(copy)
-            os.ftruncate(copy, info.st_size)
-            for at, size in extents:
-                _copy(fd, copy, at, size)
-        finally:
-            os.close(fd)
-        self.found.append(
-            SharedMemory(
-                name,
-                info.st_size,
-                stat.S_IMODE(info.st_mode),
-                info.st_uid - self._owner,
-                info.st_gid - self._owner,
-                seals,
-                extents,
-                f"shared{len(self.found)}",
-                reserve,
+    def of_segment(self, identifier: int) -> int | None:
+        """The number of a System V segment that somebody has attached; None if nobody has."""
+        one = self._sharing.of_segment(identifier)
+        return None if one is None else self._enter(one)
+
+    def enter_segment(self, identifier: int, fd: int) -> int:
+        """The number of a segment that `fd` is of."""
+        key = os.fstat(fd).st_dev, identifier, True
+        return self._enter(self._sharing.meet(key, f"/proc/self/fd/{fd}", None, True))
+
+    def _enter(self, one: Object) -> int:
+        if one.number not in self._met:
+            self._met[one.number] = one
+            if one.number not in self._readings:
+                self._begin(one)
+        return one.number
+
+    def finish(self) -> None:
+        """Before the tree goes on: wait until all of it has been looked at."""
+        for number, one in self._met.items():
+            reading = self._readings.pop(number)
+            table = reading.table()
+            self.changed += reading.changed * PAGE
+            info = os.fstat(one.fd)
+            seals = fcntl.fcntl(one.fd, _F_GET_SEALS) if one.name is not None else 0
+            self.found.append(
+                SharedMemory(
+                    number,
+                    one.name,
+                    one.segment,
+                    info.st_size,
+                    stat.S_IMODE(info.st_mode),
+                    info.st_uid - self._owner,
+                    info.st_gid - self._owner,
+                    seals,
+                    table,
+                    one.reserve,
+                )
             )
-        )
-        return len(self.found) - 1
+            if one.table is not None:
+                one.table.close()
+            one.table = table.copy()
+        self._drop()
+        self._sharing.keep(set(self._met))
+
+    def _drop(self) -> None:
+        while self._readings:
+            self._readings.popitem()[1].drop()
 
     def close(self) -> None:
-        """Let go of the copies, if no template keeps them."""
-        while self.copies:
-            os.close(self.copies.pop())
-
-
-def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """(offset, size) of what is not a hole; near ones as one, in whole pages."""
-    start = end = 0
-    while end < size:
-        try:
-            low = os.lseek(fd, end, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                break
-            raise
-        high = os.lseek(fd, low, os.SEEK_HOLE)
-        if end > start and low - end > _CLOSE:
-            yield start, end - start
-            start = low
-        elif end == start:
-            start = low
-        end = high
-    if end > start:
-        yield start, end - start
-
-
-def _copy(source: int, target: int, at: int, size: int) -> None:
-    while size:
-        done = os.copy_file_range(source, target, size, at, at)
-        if not done:
-            raise OSError(errno.EIO, "shared memory shrank while it was copied")
-        at, size = at + done, size - done
+        """There will be no checkpoint."""
+        self._drop()
+        while self.found:
+            self.found.pop().table.close()
 
 
 # -- restore ------------------------------------------------------------------------------------
 
 
-def make(rebuild: Rebuild) -> None:
-    """All objects, in PID 1, before anything refers to them."""
-    places: dict[int, int] = {}
-    rebuild.notes["shared memory"] = places
-    readers: dict[int, int] = {}
-    rebuild.notes["shared memory to read"] = readers
-    offset = 0
-    for index, shared in enumerate(rebuild.capture.shared):
-        if shared.name is None:
-            _make_anonymous(rebuild, shared, offset)
-            places[index] = offset
-            offset += (shared.size + 2 * PAGE - 1) & -PAGE
+class Stock:
+    """Anonymous objects of trees that have ended, to be used again. Thread-safe.
+
+    What one of them holds is looked at when it is needed: the end of a tree that has never run may
+    change it too (the kernel marks robust mutexes of the dead).
+    """
+
+    def __init__(self, store: Store, has_room: Callable[[int], bool]) -> None:
+        self._store = store
+        self._has_room = has_room
+        self._spares: dict[tuple[int, int], list[int]] = {}  # by number and size
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def make(self, shared: SharedMemory, owner: int) -> int:
+        """A descriptor of an object like `shared` at its instant, for a new tree."""
+        with self._lock:
+            waiting = self._spares.get((shared.number, shared.size))
+            spare = waiting.pop() if waiting else None
+        if spare is not None:
+            fd = spare
         else:
-            places[index] = rebuild.reserve()
-            _make_memfd(rebuild, shared, places[index])
-            if _is_mapped_for_reading(rebuild, index):
-                readers[index] = rebuild.reserve()
-                _reopen(rebuild, places[index], os.O_RDONLY)
-                rebuild.place(readers[index])
+            fd = _memfd(shared, owner) if shared.name is not None else _anonymous(shared)
+        try:
+            self.fill(fd, shared, new=spare is None)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def fill(self, fd: int, shared: SharedMemory, *, new: bool = True) -> None:
+        """Make an object hold what `shared` does; a `new` one holds nothing yet."""
+        table = shared.table
+        have = None if new else self._store.compare(fd, shared.size, table)
+        self._store.write(fd, shared.size, table, have)
+
+    def give(self, objects: Items[Object]) -> None:
+        """Keep or close what a tree has left that has ended."""
+        for one in objects:
+            size = os.fstat(one.fd).st_size
+            with self._lock:
+                waiting = self._spares.setdefault((one.number, size), [])
+                wanted = one.name is None and one.segment < 0 and len(waiting) < _SPARES
+                if wanted and not self._closed and self._has_room(size):
+                    # ours may be for reading only
+                    waiting.append(os.open(f"/proc/self/fd/{one.fd}", os.O_RDWR | os.O_CLOEXEC))
+            one.close()
+
+    @property
+    def size(self) -> int:
+        """Bytes that wait to be used, at the most."""
+        with self._lock:
+            return sum(size * len(waiting) for (_, size), waiting in self._spares.items())
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        with self._lock:
+            gone = [fd for waiting in self._spares.values() for fd in waiting]
+            self._spares.clear()
+        for fd in gone:
+            os.close(fd)
+
+    def close(self) -> None:
+        self._closed = True
+        self.clear()
 
 
-def _make_anonymous(rebuild: Rebuild, shared: SharedMemory, offset: int) -> None:
-    do, program = rebuild.init, rebuild.program
-    flags = 0x31 | (0 if shared.reserve else _NORESERVE)  # MAP_SHARED | MAP_FIXED | MAP_ANONYMOUS
-    size = (shared.size + PAGE - 1) & -PAGE
-    do.call(nr.MMAP, program.place(offset), size, 3, flags, -1, 0, what="map shared memory")
-    holder = program.inputs[shared.holder]
-    for at, length in shared.extents:
-        do.call(
-            nr.PREAD64,
-            holder,
-            program.place(offset + at),
-            length,
-            at,
-            expect=length,
-            what="fill shared memory",
-        )
+def _anonymous(shared: SharedMemory) -> int:
+    return shmem.anonymous((shared.size + PAGE - 1) & -PAGE, reserve=shared.reserve)
 
 
-def _make_memfd(rebuild: Rebuild, shared: SharedMemory, number: int) -> None:
-    do, program = rebuild.init, rebuild.program
-    name = program.text(os.fsencode(shared.name or ""))
-    flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
-    do.call(nr.MEMFD_CREATE, name, flags, save=rebuild.opened, what="memfd_create")
-    rebuild.place(number)
-    do.call(nr.FTRUNCATE, number, shared.size, what="size of a memfd")
-    holder = program.inputs[shared.holder]
-    for at, length in shared.extents:
-        here, there = program.data(struct.pack("<q", at)), program.data(struct.pack("<q", at))
-        do.call(nr.COPY_FILE_RANGE, holder, here, number, there, length, expect=length, what="fill")
-    if (shared.uid, shared.gid) != (0, 0):
-        do.call(nr.FCHOWN, number, shared.uid, shared.gid, what="owner of a memfd")
-    do.call(nr.FCHMOD, number, shared.mode, what="mode of a memfd")
+def _memfd(shared: SharedMemory, owner: int) -> int:
+    fd = os.memfd_create(shared.name or "", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, shared.size)
+        os.fchown(fd, owner + shared.uid, owner + shared.gid)
+        os.fchmod(fd, shared.mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def brought(shared: Items[SharedMemory]) -> list[SharedMemory]:
+    """Those that come with the request; segments are found by their identifier."""
+    return [one for one in shared if one.segment < 0]
+
+
+def make(rebuild: Rebuild) -> None:
+    """Give every object that came with the request its number, before anybody needs it."""
+    places: dict[int, int] = {}
+    readers: dict[int, int] = {}
+    rebuild.notes["shared memory"] = places
+    rebuild.notes["shared memory to read"] = readers
+    for shared in brought(rebuild.capture.shared):
+        number = places[shared.number] = rebuild.reserve()
+        given = rebuild.program.inputs[shared.holder]
+        rebuild.init.call(nr.DUP3, given, number, _CLOEXEC, what="shared memory")
+        if _is_mapped_for_reading(rebuild, shared.number):
+            readers[shared.number] = rebuild.reserve()
+            _reopen(rebuild, number, os.O_RDONLY)
+            rebuild.place(readers[shared.number])
 
 
 def finish(rebuild: Rebuild) -> None:
-    """When all processes have mapped what they had: seals, and PID 1's own mappings go."""
+    """When all processes have mapped what they had: seals."""
     places: dict[int, int] = rebuild.notes["shared memory"]
-    for index, shared in enumerate(rebuild.capture.shared):
-        if shared.name is None:
-            size = (shared.size + PAGE - 1) & -PAGE
-            rebuild.init.call(nr.MUNMAP, rebuild.program.place(places[index]), size)
-        elif shared.seals:
-            number = places[index]
-            rebuild.init.call(nr.FCNTL, number, _F_ADD_SEALS, shared.seals, what="F_ADD_SEALS")
+    for shared in rebuild.capture.shared:
+        if shared.seals:
+            place = places[shared.number]
+            rebuild.init.call(nr.FCNTL, place, _F_ADD_SEALS, shared.seals, what="F_ADD_SEALS")
 
 
-def map_part(rebuild: Rebuild, do: Sequence, mapping: Mapping) -> None:
-    """Give a clone its mapping of anonymous shared memory."""
-    place = rebuild.notes["shared memory"][mapping.memory]
-    origin = rebuild.program.place(place + mapping.offset)
-    do.call(nr.MREMAP, origin, 0, mapping.size, 3, mapping.start, what="shared memory")
-    if mapping.prot != 3:
-        do.call(nr.MPROTECT, mapping.start, mapping.size, mapping.prot, what="protect")
-
-
-def descriptor_of(rebuild: Rebuild, mapping: Mapping) -> int | None:
-    """The descriptor of a memfd in PID 1 and its clones; None for anonymous shared memory."""
-    if rebuild.capture.shared[mapping.memory].name is None:
-        return None
+def descriptor_of(rebuild: Rebuild, mapping: Mapping) -> int:
+    """The descriptor of the object in PID 1 and its clones."""
     kind = "shared memory" if _may_write(mapping) else "shared memory to read"
     number: int = rebuild.notes[kind][mapping.memory]
     return number
@@ -241,9 +393,9 @@ def _may_write(mapping: Mapping) -> bool:
     return mapping.may_write or not mapping.shared
 
 
-def _is_mapped_for_reading(rebuild: Rebuild, index: int) -> bool:
+def _is_mapped_for_reading(rebuild: Rebuild, number: int) -> bool:
     mappings = (m for p in rebuild.capture.processes for m in p.mappings)
-    return any(m.memory == index and not _may_write(m) for m in mappings)
+    return any(m.memory == number and not _may_write(m) for m in mappings)
 
 
 def _open(rebuild: Rebuild, entries: Items[Entry]) -> None:
