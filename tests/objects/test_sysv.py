@@ -19,6 +19,8 @@ def well(result):
     return result
 def attach(number, flags=0, at=None):
     return well(libc.shmat(number, at, flags))
+def detach(at):
+    well(detach(at))
 def maps():
     lines = [l.split(None, 5) for l in open('/proc/self/maps')]
     return sorted([l[0], l[1], l[2], l[4], l[5].strip()] for l in lines if 'SYSV' in l[-1])
@@ -33,7 +35,8 @@ def send(number, kind, text, flags=0):
 def receive(number, kind=0, flags=0o4000):
     buffer = ctypes.create_string_buffer(8 + 8192)
     size = libc.msgrcv(number, buffer, 8192, kind, flags)
-    return None if size < 0 else [struct.unpack('<q', buffer.raw[:8])[0], buffer.raw[8:8+size].decode()]
+    if size >= 0:
+        return [struct.unpack('<q', buffer.raw[:8])[0], buffer.raw[8:8 + size].decode()]
 """
 
 
@@ -46,8 +49,9 @@ number = well(libc.shmget(0x1234, 300000, CREATE | 0o640))
 private = well(libc.shmget(0, 4096, CREATE | 0o600))
 nobody_has = well(libc.shmget(0x77, 8192, CREATE | 0o600))
 at = attach(private); ctypes.memmove(at, b'private', 7)
-other = attach(nobody_has); ctypes.memmove(other + 5000, b'left', 4); libc.shmdt(ctypes.c_void_p(other))
-whole = attach(number); ctypes.memmove(whole, b'begin', 5); ctypes.memmove(whole + 299990, b'the end', 7)
+other = attach(nobody_has); ctypes.memmove(other + 5000, b'left', 4); detach(other)
+whole = attach(number)
+ctypes.memmove(whole, b'begin', 5); ctypes.memmove(whole + 299990, b'the end', 7)
 reads = attach(number, 0o10000)
 libc.mprotect(ctypes.c_void_p(whole + 8192), 4096, 1)
 doomed = well(libc.shmget(0, 4096, CREATE | 0o600)); last = attach(doomed)
@@ -75,9 +79,9 @@ def test_what_nobody_has_attached(sandbox: Sandbox) -> None:
         _HELP
         + """
 number = well(libc.shmget(0x77, 8192, CREATE | 0o600))
-at = attach(number); ctypes.memmove(at + 5000, b'left', 4); libc.shmdt(ctypes.c_void_p(at))
+at = attach(number); ctypes.memmove(at + 5000, b'left', 4); detach(at)
 def look():
-    at = attach(number); text = ctypes.string_at(at + 5000, 4).decode(); libc.shmdt(ctypes.c_void_p(at))
+    at = attach(number); text = ctypes.string_at(at + 5000, 4).decode(); detach(at)
     return text
 """
     )
@@ -180,5 +184,5 @@ def test_a_part_is_refused(sandbox: Sandbox) -> None:
     probe.do("libc.munmap(ctypes.c_void_p(at), 4096)")
     with pytest.raises(UnsupportedState, match="a part of a System V segment"):
         sandbox.checkpoint()
-    probe.do("libc.shmdt(ctypes.c_void_p(at))")
+    probe.do("detach(at)")
     assert sandbox.checkpoint()
