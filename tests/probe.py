@@ -40,8 +40,15 @@ class Probe:
     process: Process
 
     @classmethod
-    def start(cls, sandbox: Sandbox, *, user: str | None = None) -> Probe:
-        return cls(sandbox, sandbox.spawn(["python3", "-c", _DRIVER], user=user))
+    def start(
+        cls,
+        sandbox: Sandbox,
+        *,
+        user: str | None = None,
+        python: str = "python3",
+        env: dict[str, str] | None = None,
+    ) -> Probe:
+        return cls(sandbox, sandbox.spawn([python, "-c", _DRIVER], user=user, env=env))
 
     def _exchange(self, kind: str, text: str) -> Any:
         self.process.stdin.write(json.dumps([kind, text]) + "\n")

@@ -1,0 +1,1 @@
+"""Servers and databases with several processes, under load: what was acknowledged stays."""
