@@ -532,6 +532,12 @@ class Tree:
         finally:
             end_task(task)
 
+    def drop_leftover(self) -> bool:
+        """Give back the shared memory that ended trees have left; whether there was any."""
+        gone = self._leftover.clear()
+        self._weigh_shared()
+        return gone
+
     def _templates_changed(self) -> None:
         self._weigh_shared()
         self._scale_groups()

@@ -344,7 +344,10 @@ class Tree:
         self.background.submit(self._free_state, state)
 
     def drop_foreseen(self) -> bool:
-        """Free what was captured before anybody has asked for it; whether there was anything."""
+        """Free what was captured, or kept, before anybody has asked for it; whether there was
+        anything.
+        """
+        leftover = self.engine.drop_leftover()
         with self.lock:
             boxes = list(self.boxes.values())
         found = [rested for box in boxes if (rested := box.rested) and rested.foreseen]
@@ -357,7 +360,7 @@ class Tree:
         for rested in gone:
             rested.live.drop_successor()
             self._free_state(rested.state)
-        return bool(gone)
+        return leftover or bool(gone)
 
     def _free_state(self, state: State) -> None:
         state.template.close()

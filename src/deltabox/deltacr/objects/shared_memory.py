@@ -154,11 +154,13 @@ class Sharing:
             for key in gone:
                 self._objects.pop(key).close()
 
-    def pieces(self) -> Iterator[Callable[[], None]]:
+    def pieces(self, has_room: Callable[[int], bool]) -> Iterator[Callable[[], None]]:
         """Calls that look at what has changed while the tree runs, so that the next capture has
         less to do. Nobody may capture it during one of them.
         """
         for one in self.all():
+            if one.table is None and not has_room(one.pages() * PAGE):
+                continue
             for first in range(0, one.pages(), _PIECE):
                 yield functools.partial(self._renew, one, first)
 
@@ -322,13 +324,14 @@ class Stock:
         with self._lock:
             return sum(size * len(waiting) for (_, size), waiting in self._spares.items())
 
-    def clear(self) -> None:
-        """Give the memory back."""
+    def clear(self) -> bool:
+        """Give the memory back; whether there was any."""
         with self._lock:
             gone = [fd for waiting in self._spares.values() for fd in waiting]
             self._spares.clear()
         for fd in gone:
             os.close(fd)
+        return bool(gone)
 
     def close(self) -> None:
         self._closed = True
