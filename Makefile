@@ -5,6 +5,7 @@ SHELL   := /bin/bash
 PYTHON  ?= python3
 BIN     := .venv/bin
 READY   := .venv/.ready
+FULL    := .venv/.full
 CPART   := src/deltabox/deltacr/_interpreter
 CACHE   := .cache/demo/.ready
 # Much of what the tests do is waiting. Each worker has a state directory, and so a keeper, of its own.
@@ -22,7 +23,7 @@ demo: setup $(CACHE)
 test: setup $(CACHE)
 	$(BIN)/python -m pytest -m "not full" $(WORKERS) $(ARGS)
 
-test-full: setup $(CACHE)
+test-full: setup $(CACHE) $(FULL)
 	$(BIN)/python -m pytest --timeout=1800 $(WORKERS) $(ARGS)
 
 bench: setup
@@ -40,6 +41,11 @@ $(READY): pyproject.toml setup.py tools/system-packages
 	@PYTHON="$(PYTHON)" tools/system-packages
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(FULL): $(READY) tools/full-packages
+	@tools/full-packages
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[full]'
 	@touch $@
 
 $(CPART): $(READY) setup.py $(wildcard src/deltabox/*/*.c src/deltabox/*/*.h)

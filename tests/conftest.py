@@ -24,7 +24,7 @@ import pytest
 if TYPE_CHECKING:
     from deltabox import Sandbox
 
-pytest.register_assert_rewrite("tests.probe")  # to see what differs
+pytest.register_assert_rewrite("tests.probe", "tests.servers.lives")  # to see what differs
 
 GONE_WITHIN = 15.0  # seconds; much is freed in the background
 

@@ -108,9 +108,10 @@ class Sandbox:
         on_external: what becomes of TCP connections to the outside, which cannot be had twice.
             `"reset"`: after a rollback or in a fork they are as after a reset by the peer.
             `"refuse"`: no checkpoint can be taken while there is one.
-        io_uring: whether programs may use io_uring(7). It cannot be given back, so no checkpoint
-            can be taken then while a ring is open. By default there is none inside, and programs
-            do without, as Node.js and all that stands on libuv. seccomp's strict mode needs True.
+        io_uring: whether programs may use io_uring(7), and io_setup(2). Neither can be given back,
+            so no checkpoint can be taken then while a ring, or a context, is open. By default there
+            is none inside, and programs do without, as Node.js and all that stands on libuv, and
+            MariaDB. seccomp's strict mode needs True.
         standby: bytes, or a string such as `"1G"`: memory that restored trees of processes may take
             which wait, in the background, for the rollback that is likely to come (to the last
             checkpoint, or to the one rolled back to). They share the checkpoint's memory, so it is

@@ -9,7 +9,7 @@ from tests.probe import Probe, check
 
 _SHAPE = r"""
 def ours(where):
-    return 0x4000_0000_0000 <= int(where.split('-')[0], 16) < 0x5500_0000_0000
+    return 0x4200_0000_0000 <= int(where.split('-')[0], 16) < 0x5500_0000_0000
 def shape():
     out = []
     for line in open('/proc/self/maps'):
@@ -188,7 +188,7 @@ parts[5][0] = 77
     )
 
 
-@pytest.mark.parametrize("address", [0x4000_1000_0000, 0x4200_0000_0000, 0x54FF_FFFF_F000])
+@pytest.mark.parametrize("address", [0x4200_1000_0000, 0x4400_0000_0000, 0x54FF_FFFF_F000])
 def test_the_addresses_of_the_engine_are_refused(sandbox: Sandbox, address: int) -> None:
     probe = Probe.start(sandbox)
     first = sandbox.checkpoint()

@@ -69,7 +69,7 @@ _STAT = {9, 10, 11, 12, 13, 14, 15, 16, 17, 22, 23, 24, 36, 37, 39, 42, 43, 44}
 _STATUS = re.compile(
     r"^(Vm|Rss|HugetlbPages|voluntary|nonvoluntary|FDSize|SigQ|Ngid|NSpid|NSpgid|NSsid|NStgid)"
 )
-_OURS = range(0x4000_0000_0000, 0x5500_0000_0000)  # the two mappings that docs/fidelity.md names
+_OURS = range(0x4200_0000_0000, 0x5500_0000_0000)  # the two mappings that docs/fidelity.md names
 
 
 def _stat(text: str) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from deltabox import Sandbox, UnsupportedState
+from deltabox import Sandbox
 from tests.probe import Probe, check
 
 _HELP = """
@@ -134,14 +136,6 @@ time.sleep(0.1)
     assert probe.ask("select.select([r], [], [], 0)[0]") == []
 
 
-def test_system_v_is_refused(sandbox: Sandbox) -> None:
-    probe = Probe.start(sandbox)
-    probe.do("i = libc.shmget(0, 4096, 0o1600); libc.shmat.restype = ctypes.c_void_p")
-    probe.do("at = libc.shmat(i, None, 0)")
-    with pytest.raises(UnsupportedState, match="shared memory"):
-        sandbox.checkpoint()
-
-
 def test_a_deleted_file_that_processes_share(sandbox: Sandbox) -> None:
     """As sem_open(3) and POSIX shared memory leave behind, once unlinked."""
     check(
@@ -187,3 +181,88 @@ assert pool.map(abs, range(-9, 0)) == list(range(9, 0, -1))
     with sandbox.fork(at=checkpoint) as fork:
         assert probe.within(fork).ask("sum(pool.map(abs, range(100)))") == 4950
     assert probe.ask("value.value") == 5
+
+
+_WRITERS = """
+m = mmap.mmap(-1, 4 << 20)
+fd = os.memfd_create('grows'); os.truncate(fd, 1 << 20)
+def by_another(at, text):
+    \"\"\"Written by a process that has ended when this returns.\"\"\"
+    pid = os.fork()
+    if not pid:
+        m[at:at + len(text)] = text
+        os.pwrite(fd, text, at)
+        os._exit(0)
+    os.waitpid(pid, 0)
+def seen(*places):
+    return [[m[at:at + 3].decode(), os.pread(fd, 3, at).decode()] for at in places]
+"""
+
+
+@pytest.mark.parametrize("rest", [0, 0.3])
+def test_writers_that_have_ended(sandbox: Sandbox, rest: float) -> None:
+    """No page table tells of what they wrote; with and without a look ahead."""
+    probe = Probe.start(sandbox)
+    probe.do(_WRITERS)
+    states = []
+    for turn in range(8):
+        probe.do(f"by_another({turn * 70_000}, b'{turn:03}')")
+        probe.do(f"os.ftruncate(fd, {(turn % 3 + 1) << 20})")
+        places = ", ".join(str(n * 70_000) for n in range(9))
+        time.sleep(rest)  # not to wait for anything: what is done ahead gets its chance
+        states.append((sandbox.checkpoint(), probe.ask(f"seen({places})"), places))
+        if rest:
+            probe.do(f"by_another({turn * 70_000 + 50_000}, b'new')")
+    for checkpoint, expected, places in reversed(states):
+        sandbox.rollback(checkpoint)
+        assert probe.ask(f"seen({places})") == expected
+        probe.do("by_another(0, b'bad'); os.ftruncate(fd, 0)")
+    for checkpoint, expected, places in states:
+        sandbox.rollback(checkpoint)
+        assert probe.ask(f"seen({places})") == expected
+        again = sandbox.checkpoint()
+        probe.do("by_another(0, b'bad')")
+        sandbox.rollback(again)
+        assert probe.ask(f"seen({places})") == expected
+
+
+def test_a_checkpoint_takes_what_has_changed(sandbox: Sandbox) -> None:
+    probe = Probe.start(sandbox)
+    probe.do("m = mmap.mmap(-1, 64 << 20); m[:] = os.urandom(1 << 20) * 64")
+    first = sandbox.checkpoint()
+    before = sandbox.usage.memory
+    checkpoints = []
+    for turn in range(20):
+        probe.do(f"m[{turn} << 12] ^= 1")
+        checkpoints.append(sandbox.checkpoint())
+    # the state of the program's own memory changes too
+    assert sandbox.usage.memory - before < 48 << 20
+    for turn in reversed(range(20)):
+        sandbox.rollback(checkpoints[turn])
+        differ = "[i for i in range(256) if m[i << 12] != m[(1 << 20) + (i << 12)]]"
+        assert probe.ask(differ) == list(range(turn + 1))
+    sandbox.rollback(first)
+    assert probe.ask("m[:1 << 20] == m[1 << 20:2 << 20]") is True
+
+
+def test_forks_share_nothing(sandbox: Sandbox) -> None:
+    probe = Probe.start(sandbox)
+    probe.do("m = mmap.mmap(-1, 32 << 20); m[:] = os.urandom(1 << 20) * 32")
+    probe.do("import hashlib\ndef digest():\n return hashlib.md5(m).hexdigest()")
+    before = probe.ask("digest()")
+    checkpoint = sandbox.checkpoint()
+    forks = sandbox.fork_many(3, at=checkpoint)
+    for number, fork in enumerate(forks):
+        probe.within(fork).do(f"m[{number} << 20:({number} + 1) << 20] = bytes(1 << 20)")
+    found = {probe.within(fork).ask("digest()") for fork in forks}
+    assert len(found) == 3 and before not in found
+    assert probe.ask("digest()") == before
+    grandchild = forks[0].fork()
+    probe.within(grandchild).do("m[:3] = b'own'")
+    assert probe.within(grandchild).ask("digest()") not in found
+    for fork in (grandchild, *forks):
+        fork.close()
+    for _ in range(3):
+        probe.do("m[:5] = b'wrong'")
+        sandbox.rollback(checkpoint)
+        assert probe.ask("digest()") == before

@@ -20,7 +20,6 @@ INSTALL += ["--auth-root-authentication-method=normal", "--skip-test-db"]
 SERVER = ["mariadbd", "--no-defaults", "--datadir=/srv/db/data", "--socket=/srv/db/socket"]
 SERVER += ["--port=3307", "--bind-address=127.0.0.1", "--log-error=/srv/db/log.err"]
 SERVER += ["--pid-file=/srv/db/pid", "--wait-timeout=86400", "--innodb-lock-wait-timeout=86400"]
-WITHOUT_AIO = "--innodb-use-native-aio=0"
 
 # The protocol by hand: what a query sends can be cut in two, and nothing has to be installed.
 CLIENT = """
@@ -107,7 +106,7 @@ def start(sandbox: Sandbox, *options: str) -> Probe:
 
 
 def test_transactions_that_are_open(sandbox: Sandbox) -> None:
-    probe = start(sandbox, WITHOUT_AIO)
+    probe = start(sandbox)
     probe.do("tcp, local, waits, half = Client(), Client('/srv/db/socket'), Client(), Client()")
     terminal = sandbox.spawn(
         ["mariadb", "--no-defaults", "-S/srv/db/socket", "-uroot", "-N", "-n", "bank"]
@@ -161,7 +160,7 @@ def test_transactions_that_are_open(sandbox: Sandbox) -> None:
         inside.do("clean(first)")
         inside.do("server = '/proc/' + open('/srv/db/pid').read().strip()")
         inside.do("first('SHUTDOWN'); until_true(lambda: not os.path.exists(server))")
-        inside.do(f"again = {[*SERVER, WITHOUT_AIO]!r}")
+        inside.do(f"again = {SERVER!r}")
         inside.do("subprocess.Popen(again, user='nobody', stderr=subprocess.DEVNULL)")
         inside.do("first = Client(); clean(first)")
         assert [balance(n) for n in range(3)] == [989 - turn, 980, left]
@@ -262,7 +261,7 @@ def _compare(probe: Probe) -> None:
 
 
 def test_transfers_through_twenty_rollbacks(sandbox: Sandbox) -> None:
-    probe = start(sandbox, WITHOUT_AIO)
+    probe = start(sandbox)
     probe.do(TRANSFERS)
     chance = random.Random(1)
     _more_than(probe, 50)
@@ -278,17 +277,6 @@ def test_transfers_through_twenty_rollbacks(sandbox: Sandbox) -> None:
         with fork:
             _compare(probe.within(fork))
     _compare(probe)
-
-
-def test_as_it_comes(sandbox: Sandbox) -> None:
-    """By default it takes io_uring, else Linux AIO, else threads of its own."""
-    probe = start(sandbox)
-    checkpoint = sandbox.checkpoint()
-    for n in range(3):
-        probe.do(f"first('UPDATE bank.accounts SET balance = {n} WHERE id = 0')")
-        sandbox.rollback(checkpoint)
-    assert probe.ask("first('SELECT SUM(balance) FROM bank.accounts')") == [["20000"]]
-    probe.do("clean(first)")
 
 
 def test_rings_are_refused_by_name() -> None:

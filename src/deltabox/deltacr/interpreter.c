@@ -25,7 +25,7 @@ typedef short s16;
 typedef unsigned char u8;
 
 /* The address range that is ours in every process; model.py has the same numbers. */
-#define OURS 0x400000000000UL
+#define OURS 0x420000000000UL
 #define CODE (OURS)                     /* this code, as an anonymous read-exec mapping */
 #define STACKS (OURS + 0x200000UL)      /* private stacks of the template's two tasks */
 #define STACKS_SIZE 0x10000UL

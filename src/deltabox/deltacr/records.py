@@ -20,9 +20,10 @@ from enum import IntEnum
 from ..linux import numbers as nr
 
 # The address range that is ours in every process we make; interpreter.c has the same numbers.
-# Programs that choose addresses at random stay below: V8 and PartitionAlloc take 46 bits of them.
-# The kernel puts executables above 0x5555_5555_4000, everything else higher still.
-OURS = 0x4000_0000_0000
+# Programs that choose addresses at random stay below: V8 and PartitionAlloc take 46 bits of them,
+# and reserve up to 1,440 GiB from there. The kernel puts executables above 0x5555_5555_4000,
+# everything else higher still.
+OURS = 0x4200_0000_0000
 CODE = OURS
 STACKS = OURS + 0x20_0000
 STACKS_SIZE = 0x1_0000
@@ -34,8 +35,6 @@ SLOTS = 2048
 # those so much further up.
 WORLD_SLOT, REQUEST_SLOT = 512, 1024
 STASH = OURS + 0x100_0000_0000
-PLACES = 0x4D00_0000_0000  # memory that clones share with PID 1 for a moment, by slot
-PLACE = 0x2_0000_0000  # 8 GiB for each
 OURS_END = 0x5500_0000_0000
 
 VARIABLES = 2048
@@ -281,7 +280,6 @@ class Program:
         self.result = self.variable()
         self.scratch = self.variable()  # results of PID 1's calls that are only looked at
         self.handed: dict[str, int] = {}  # descriptors that the keeper takes out of PID 1
-        self._places: dict[int, Var] = {}
         self.root = self.sequence("root")
 
     def variable(self) -> Var:
@@ -316,14 +314,6 @@ class Program:
         for index, text in enumerate(texts):
             self.pointer(array + 8 * index, text)
         return array
-
-    def place(self, offset: int) -> Var:
-        """An address in the range that belongs to the slot alone, outside the control memory."""
-        if offset >= PLACE:
-            raise ValueError("the state needs more shared memory than a slot has addresses for")
-        if offset not in self._places:
-            self._places[offset] = self.variable()
-        return self._places[offset]
 
     def stack(self, size: int = 4096) -> Ref:
         """Lowest address of a stack."""
@@ -387,7 +377,6 @@ class Program:
             (self.below.index, self.end.index, self.above.index, self.length.index),
             labels,
             sum(s.must_succeed() for s in self._sequences),
-            [(var.index, offset) for offset, var in self._places.items()],
             dict(self.handed),
         )
 
@@ -402,7 +391,6 @@ class Sealed:
     slot_variables: tuple[int, int, int, int]
     labels: list[tuple[int, str, list[str]]]
     records: int  # those whose failure ends the program
-    places: list[tuple[int, int]]  # variables that hold an address of the slot's own range
     handed: dict[str, int] = field(default_factory=dict)  # name -> number in PID 1
 
     def locate(self, where: int) -> str:
@@ -422,5 +410,4 @@ class Sealed:
         size = (len(self.content) + 4095) & ~4095
         values = (address - CONTROL, address + size, OURS_END - address - size, size)
         words = list(zip(self.slot_variables, values, strict=True))
-        words += [(index, PLACES + slot * PLACE + offset) for index, offset in self.places]
         return address, size, [(VARIABLES_OFFSET + 8 * index, value) for index, value in words]

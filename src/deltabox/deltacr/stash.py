@@ -36,7 +36,6 @@ from .model import Mapping, Process
 from .records import (
     CONTROL,
     OURS_END,
-    PLACES,
     SCRATCH,
     SLOT,
     SLOTS,
@@ -104,7 +103,7 @@ class Stash:
         low, high = mapping.start & -unit, (mapping.end + unit - 1) & -unit
         start = self.next + (low - self.next) % unit
         self.next = start + high - low + unit
-        if self.next > PLACES:
+        if self.next > OURS_END:
             raise UnsupportedState(
                 f"pid {pid} has {mapping.size >> 20} MiB at {mapping.start:#x}, for which are "
                 "no addresses left to keep them at: the tree reserves too much memory",
@@ -332,7 +331,6 @@ def _shrink(program: Program, old: dict[tuple[int, int], Held], stash: Stash) ->
     do = program.root
     # what it inherited of the control memories of trees restored from its origin
     do.call(nr.MUNMAP, CONTROL + SLOT, (SLOTS - 1) * SLOT)
-    do.call(nr.MUNMAP, PLACES, OURS_END - PLACES)
     for key, was in old.items():
         now = stash.held.get(key)
         kept = now is not None and now.same_place(was)

@@ -194,7 +194,7 @@ static s64 descriptors(s32 pid, struct output *out)
  * not left the interpreter yet, and has the control memory as well.  Anything else in the range
  * that we need is refused by memory.py, which has to see it.
  */
-#define CODE 0x400000000000UL
+#define CODE 0x420000000000UL
 #define STACKS (CODE + 0x200000UL)
 #define FRAMES (CODE + 0x40000000UL)
 #define CONTROL_END (CODE + 0x80000000UL + 2048 * 0x2000000UL)

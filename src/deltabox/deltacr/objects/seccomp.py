@@ -53,8 +53,9 @@ if TYPE_CHECKING:
 STRICT, FILTER = 1, 2
 _ENOSYS = 38
 _ERRNO, _ALLOW = 0x50000, 0x7FFF0000
-_IO_URING_SETUP = 425
+_IO_URING_SETUP, _IO_SETUP = 425, 206
 _X32 = 0x40000000  # in the number of a call of that ABI
+_IO_SETUP_X32 = 543 | _X32
 _SECCOMP, _SET_MODE_FILTER, _PR_SET_SECCOMP = 317, 1, 22
 _TSYNC, _LOG, _SPEC_ALLOW = 1, 2, 4
 _RESTART_SYSCALL = 219
@@ -100,14 +101,14 @@ class Refused(Exception):
 def our_program() -> Program:
     """Put the process that runs it, and all that it will start, under our filter."""
     program = Program()
-    refused = (_IO_URING_SETUP, _IO_URING_SETUP | _X32)
+    refused = (_IO_URING_SETUP, _IO_URING_SETUP | _X32, _IO_SETUP, _IO_SETUP_X32)
     code = [(0x20, 0, 0, 4), (0x15, 0, len(refused) + 1, _ARCH), (0x20, 0, 0, 0)]
     code += [(0x15, len(refused) - n, 0, call) for n, call in enumerate(refused)]
     code += [(6, 0, 0, _ALLOW), (6, 0, 0, _ERRNO | _ENOSYS)]
     instructions = program.data(b"".join(struct.pack("<HBBI", *one) for one in code))
     fprog = program.data(struct.pack("<QQ", len(code), 0))
     program.pointer(fprog + 8, instructions)
-    what = "seccomp: do without io_uring"
+    what = "seccomp: do without asynchronous I/O of the kernel"
     program.root.call(_SECCOMP, _SET_MODE_FILTER, _SPEC_ALLOW, fprog, what=what)
     return program
 
