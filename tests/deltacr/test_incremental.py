@@ -169,3 +169,44 @@ def test_what_a_program_splits_it_can_join_again(sandbox: Sandbox) -> None:
     probe.do("old, new = (ctypes.c_size_t(pages * PAGE) for pages in (64, 80))")
     probe.do("to = libc.mremap(ctypes.c_void_p(at), old, new, 1)")
     assert probe.ask("to < 1 << 63 and ctypes.string_at(to, 1) == b'x'") is True
+
+
+@pytest.mark.parametrize("count", [511, 513, 1023, 1024, 1025, 2000])
+def test_scattered_pages(sandbox: Sandbox, count: int) -> None:
+    """More separate pages than the kernel looks through in one turn."""
+    probe = Probe.start(sandbox)
+    probe.do("m = mmap.mmap(-1, 20000 << 12, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)")
+    probe.do(f"pages = [8 * n + 2 for n in range({count})]\nfor n in pages: m[n << 12] = 1")
+    checkpoint = sandbox.checkpoint()
+    for turn in range(4):
+        sandbox.rollback(checkpoint)
+        probe.do(f"for n in pages[{turn} * 100:][:3]: m[n << 12] += 1; m[(n + 1) << 12] = 9")
+        probe.do("last = [m[n << 12] for n in range(20000)]")
+        checkpoint = sandbox.checkpoint()
+    sandbox.rollback(checkpoint)
+    assert probe.ask("last == [m[n << 12] for n in range(20000)]")
+    assert probe.ask("min(m[n << 12] for n in pages)") == 1
+
+
+def test_a_mapping_of_a_file_whose_parts_become_one_again(sandbox: Sandbox) -> None:
+    probe = Probe.start(sandbox)
+    probe.do(
+        """
+f = open('/bin/bash', 'rb')
+m = mmap.mmap(f.fileno(), 64 << 12, flags=mmap.MAP_PRIVATE, prot=3)
+at = ctypes.addressof(ctypes.c_char.from_buffer(m))
+for n in (0, 1, 40):
+    m[n << 12] = n + 1
+def protect(low, high, how):
+    assert not libc.mprotect(ctypes.c_void_p(at + (low << 12)), (high - low) << 12, how)
+"""
+    )
+    first = sandbox.checkpoint()
+    probe.do("protect(32, 64, 1)")
+    second = sandbox.checkpoint()
+    probe.do("protect(32, 64, 3); m[50 << 12] = 51")
+    third = sandbox.checkpoint()
+    for checkpoint, last in ((third, 51), (second, None), (first, None), (third, 51)):
+        sandbox.rollback(checkpoint)
+        assert probe.ask("[m[n << 12] for n in (0, 1, 40)]") == [1, 2, 41]
+        assert last is None or probe.ask("m[50 << 12]") == last

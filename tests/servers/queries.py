@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import duckdb
+from duckdb import DuckDBPyConnection as Connection
 
 PATH = "/srv/data.duckdb"
 PATIENCE = 50.0  # seconds
@@ -32,8 +33,6 @@ QUERIES = (
     "SELECT sum(place), bit_xor(h)"
     " FROM (SELECT h, row_number() OVER (PARTITION BY part ORDER BY h) AS place FROM large)",
 )
-
-Connection = duckdb.DuckDBPyConnection
 
 
 def one(connection: Connection, query: str) -> tuple[Any, ...]:

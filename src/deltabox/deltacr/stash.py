@@ -78,6 +78,10 @@ class Held:
         """What is there can stay, but for its size and pages."""
         return (self.shift, self.flags, self.file) == (other.shift, other.flags, other.file)
 
+    def covers(self, other: Held) -> bool:
+        """There is room for the other one in the same place."""
+        return self.same_place(other) and self.size >= other.size
+
 
 @dataclass
 class Stash:
@@ -304,7 +308,7 @@ def feed(
     names = dict.fromkeys(
         held.file[0]
         for key, held in stash.held.items()
-        if held.file and not (base and key in base.held and base.held[key].same_place(held))
+        if held.file and not (base and key in base.held and base.held[key].covers(held))
     )
     hidden = {p.pid: p for p in processes for m in p.mappings if m.pages and not m.prot & 1}
     program = Program(*(f"mem{pid}" for pid in hidden), *names)

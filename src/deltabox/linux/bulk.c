@@ -64,8 +64,15 @@ static long scan(int pagemap, struct cursor *next, const struct area *areas, u64
 
 		if (got < 0)
 			return -errno;
+		/*
+		 * The kernel walks in turns of 512 regions, and where the last of them comes to the
+		 * end it says that it has stopped where the one before did. It stops early only
+		 * when there is no room left, and never before the end of what it has found.
+		 */
+		next->at = got < room - found ? area->end : arg.walk_end;
 		found += got;
-		next->at = arg.walk_end;
+		if (got && next->at < out[found - 1].end)
+			next->at = out[found - 1].end;
 		if (next->at >= area->end)
 			next->area++;
 	}
