@@ -113,7 +113,7 @@ def take(
     blank.compile_later(
         functools.partial(compile_program, seen, blank.stash, network=network, limits=limits)
     )
-    if not is_plain(seen):
+    if not is_plain(seen, limits):
         assert blank.sealed  # what cannot be compiled is refused now
     blank.capture = seen
     blank.known = {

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..linux import proc
@@ -102,15 +102,32 @@ def ends_by_itself(call: bytes) -> bool:
     fields = call.split()
     if len(fields) < 1 + len(_ARGUMENTS):
         return True  # it runs, or is in no call
-    number = int(fields[0])
+    arguments = {name: int(value, 16) for name, value in zip(_ARGUMENTS, fields[1:], strict=False)}
+    return _has_timeout(int(fields[0]), arguments)
+
+
+def _has_timeout(number: int, arguments: Mapping[str, int]) -> bool:
     if number in _UPDATED_CALLS:
         where: tuple[str, str] | None = (_UPDATED_CALLS[number][0], "timeval")
     else:
         where = _EINTR_CALLS.get(number) or _BLOCK_CALLS.get(number)
     if where is None:
         return number == RESTART_SYSCALL  # whose timeout the kernel keeps to itself
-    value = int(fields[1 + _ARGUMENTS.index(where[0])], 16)
+    value = arguments[where[0]]
     return _signed32(value) >= 0 if where[1] == "ms" else value != 0
+
+
+def may_be_another(registers: Registers) -> bool:
+    """Whether a thread that was stopped before, in a call that looks the same, may have made it
+    again since without having slept in between.
+
+    The time of the first one may have run out while it was stopped. A call that the kernel goes on
+    with comes as restart_syscall(2), and is the first one still.
+    """
+    if registers.rax == (1 << 64) - ERESTART_RESTARTBLOCK:
+        return registers.orig_rax != RESTART_SYSCALL
+    arguments = {name: getattr(registers, name) for name in _ARGUMENTS}
+    return _has_timeout(registers.orig_rax, arguments)
 
 
 class UnknownCall(Exception):

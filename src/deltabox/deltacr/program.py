@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import struct
 from collections.abc import Sequence as Items
 
@@ -37,6 +38,7 @@ from .objects import (
     locks,
     mqueues,
     remains,
+    seccomp,
     shared_memory,
     signals,
     sysv,
@@ -75,26 +77,45 @@ def _announced(path: str | int) -> bool:
     return isinstance(path, str) and path.startswith(("/etc/", "/run/", "/var/lib/"))
 
 
-# kinds of descriptions of which any number is made in the same simple way
+# kinds of descriptions that are made in the same way whatever their state is
 _PLAIN = frozenset({"file", "directory", "device", "path", "external", "pipe", "fifo"})
+_PLAIN |= {"eventfd", "timerfd", "signalfd", "epoll", "memfd", "unix socket", "tcp"}
 
 
-def is_plain(capture: Capture) -> bool:
+def is_plain(capture: Capture, limits: Items[tuple[int, int]]) -> bool:
     """Whether a capture can be compiled for certain, so that it can wait.
 
-    Raises UnsupportedState when its processes cannot be arranged.
+    Nothing in it can turn out to be impossible, and it is far smaller than what fits into a
+    program: each description takes two variables of 2,048 at the most, each mapping or run of
+    pages five records (64 bytes) of 32 MiB. Raises UnsupportedState when its processes cannot be
+    arranged.
     """
     arrange(capture)
+    mappings = [m for p in capture.processes for m in p.mappings]
+    numbers = max((d.number for p in capture.processes for d in p.descriptors), default=0)
     return (
-        len(capture.processes) <= 16
-        and len(capture.descriptions) <= 64
-        and sum(len(p.threads) for p in capture.processes) <= 32
-        and sum(len(pipe.content) for pipe in capture.pipes) <= 1 << 20
-        and len(capture.shared) <= 64
+        len(capture.processes) <= 64
+        and len(capture.descriptions) + len(capture.shared) <= 600
+        and sum(len(p.threads) for p in capture.processes) <= 256
+        and len(mappings) + sum(len(m.pages) + len(m.guards) for m in mappings) <= 40_000
+        and _bytes_under_way(capture) <= 1 << 20
+        and 2 * numbers + 4096 < limits[resource.RLIMIT_NOFILE][1]
         and not (capture.ghosts or capture.queues.all)
         and all(d.kind in _PLAIN for d in capture.descriptions)
         and all(not p.stopped and p.zombie is None for p in capture.processes)
+        and all(t.seccomp == seccomp.NONE for p in capture.processes for t in p.threads)
     )
+
+
+def _bytes_under_way(capture: Capture) -> int:
+    """What lies in pipes and sockets."""
+    total = sum(len(pipe.content) for pipe in capture.pipes)
+    for description in capture.descriptions:
+        if description.kind == "tcp":
+            total += len(description.state.content) + len(description.state.coming)
+        elif description.kind == "unix socket":
+            total += sum(4096 + len(message.data) for message in description.state.queue)
+    return total
 
 
 class _Compiler:

@@ -213,7 +213,10 @@ class Space:
 
         What was written since has to be noted before. If it is still, nothing of that counts.
         """
-        if self.told is None or self._witness is None or self.told.times or not self.watched:
+        if self.told is None or self._witness is None or not self.watched:
+            return False
+        told = self.told.now()
+        if told is None:
             return False
         known = self.known
         if not self._confirmed or known is None or known.names is None or known.present is None:
@@ -222,6 +225,7 @@ class Space:
             self.told = self._witness = None
             return False
         self._witness = self._witness.again(look)
+        self.told = told
         # in place: `copied` counts them
         self.pending[self._since :] = [Regions()] * (len(self.pending) - self._since)
         self._since = len(self.pending)

@@ -90,6 +90,7 @@ class Stash:
     held: dict[tuple[int, int], Held] = field(default_factory=dict)
     windows: dict[tuple[int, int], list[Window]] = field(default_factory=dict)  # by pid and GiB
     next: int = STASH
+    laid: dict[int, tuple[Mapping, ...]] = field(default_factory=dict)  # for these, by pid
     _of: dict[int, dict[int, Held]] = field(default_factory=dict)
 
     def shift_for(
@@ -169,13 +170,19 @@ def plan(processes: Items[Process], base: Stash | None) -> Stash:
     if base:
         stash.windows = {key: list(found) for key, found in base.windows.items() if key[0] in pids}
     for process in processes:
-        neighbours = Counter(m.start // _GIB for m in process.mappings if m.pages)
+        pid, mappings = process.pid, process.mappings
+        stash.laid[pid] = mappings
+        if base and base.laid.get(pid) is mappings:
+            # most of a large tree: nothing has to be looked at mapping by mapping
+            stash.held |= {(pid, start): held for start, held in base.of(pid).items()}
+            continue
+        neighbours = Counter(m.start // _GIB for m in mappings if m.pages)
         previous: Mapping | None = None
         shift = 0
-        for mapping in process.mappings:
+        for mapping in mappings:
             if not mapping.pages:
                 continue
-            key = (process.pid, mapping.start)
+            key = (pid, mapping.start)
             touches = (
                 previous is not None
                 and previous.kind == mapping.kind == "anonymous"
@@ -185,7 +192,7 @@ def plan(processes: Items[Process], base: Stash | None) -> Stash:
             avoid = shift if touches else None
             known = base.held.get(key) if base else None
             shift = stash.shift_for(
-                process.pid,
+                pid,
                 mapping,
                 avoid=avoid,
                 prefer=known.shift if known else None,
@@ -305,10 +312,12 @@ def feed(
     /proc/PID/mem instead. `reference` is a root that shows the base as it is, for mappings of its
     files. The caller closes what is returned.
     """
+    processes = [p for p in processes if not _is_held(p, stash, base, changes)]
     names = dict.fromkeys(
         held.file[0]
-        for key, held in stash.held.items()
-        if held.file and not (base and key in base.held and base.held[key].covers(held))
+        for process in processes
+        for start, held in stash.of(process.pid).items()
+        if held.file and not _covered(base, (process.pid, start), held)
     )
     hidden = {p.pid: p for p in processes for m in p.mappings if m.pages and not m.prot & 1}
     program = Program(*(f"mem{pid}" for pid in hidden), *names)
@@ -330,6 +339,21 @@ def feed(
     return feeding
 
 
+def _is_held(
+    process: Process, stash: Stash, base: Stash | None, changes: dict[int, Changes]
+) -> bool:
+    """Whether the base has all of a process, where it is to be."""
+    if base is None or base.laid.get(process.pid) is not stash.laid[process.pid]:
+        return False
+    changed = changes.get(process.pid)
+    return changed is None or not len(changed.pages)
+
+
+def _covered(base: Stash | None, key: tuple[int, int], held: Held) -> bool:
+    was = base.held.get(key) if base is not None else None
+    return was is not None and was.covers(held)
+
+
 def _shrink(program: Program, old: dict[tuple[int, int], Held], stash: Stash) -> None:
     """Drop what the template holds and the tree no longer has."""
     do = program.root
@@ -337,6 +361,8 @@ def _shrink(program: Program, old: dict[tuple[int, int], Held], stash: Stash) ->
     do.call(nr.MUNMAP, CONTROL + SLOT, (SLOTS - 1) * SLOT)
     for key, was in old.items():
         now = stash.held.get(key)
+        if now is was:
+            continue
         kept = now is not None and now.same_place(was)
         keep = min(was.size, now.size) if kept and now is not None else 0
         if keep < was.size:

@@ -21,14 +21,15 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ..linux import numbers as nr
 from ..linux.ask import Kind, Questions
 from .inject import DATA, Injection
-from .interrupted import ends_by_itself, may_be_late
+from .interrupted import ends_by_itself, may_be_another, may_be_late
 from .look import Look
 from .model import PAGE, PosixTimer
 from .objects import attributes, locked, signals, timers
@@ -68,11 +69,24 @@ class Told:
     buffer: bytes
     threads: Mapping[int, tuple[tuple[int, ...], bytes]]  # by host tid: of THREAD_CALLS, buffer
     lock_future: int
+    at: float = field(compare=False)  # time.monotonic() when it was asked
 
-    @property
-    def times(self) -> bool:
-        """Whether interval timers run, of which the answers are old at once."""
-        return any(self.buffer[ITIMERS_AT:TIMERS_AT])
+    def now(self) -> Told | None:
+        """What it would say now, if it has not moved; None if its timers make that uncertain."""
+        before = self.buffer[ITIMERS_AT:TIMERS_AT]
+        if not any(before):
+            return self
+        at = time.monotonic()
+        settings = timers.aged(before, at - self.at)
+        if settings is None:
+            return None
+        buffer = self.buffer[:ITIMERS_AT] + settings + self.buffer[TIMERS_AT:]
+        return replace(self, buffer=buffer, at=at)
+
+    def but_for_timers(self) -> Told:
+        """To be compared: what is left of a timer is never the same twice."""
+        rest = self.buffer[:ITIMERS_AT] + self.buffer[TIMERS_AT:]
+        return replace(self, buffer=rest)
 
 
 def ask(
@@ -89,6 +103,7 @@ def ask(
     if posix:
         calls = (*calls, *timers.setting_calls(posix, DATA + TIMERS_AT))
     told: dict[int, tuple[tuple[int, ...], bytes]] = {}
+    at = time.monotonic()
     with Injection(
         leader=host,
         memory=memory_fd,
@@ -109,7 +124,7 @@ def ask(
                 told[tid] = mine, injection.read(_THREAD_AT, _THREAD_BUFFER)
         lock_future = locked.future(host, look.status.get("VmLck"), known.gap)
         also(injection)
-    return Told(of_process, buffer, told, lock_future)
+    return Told(of_process, buffer, told, lock_future, at)
 
 
 @dataclass(frozen=True)
@@ -148,6 +163,7 @@ class Witness:
             self.threads.keys() != set(tids)
             or look.file("limits") != self.limits
             or any(_thread(look, tid) != seen for tid, seen in self.threads.items())
+            or any(may_be_another(look.thread(tid).registers()) for tid in tids)
             or any(_switches(look, tid) != count + 2 for tid, count in self.switches.items())
             or not self.expects(written)
         ):

@@ -7,6 +7,7 @@ so that neither the restore nor a wait at the barrier eats into them.
 from __future__ import annotations
 
 import re
+import struct
 
 from ...linux import numbers as nr
 from ..model import PosixTimer, Process
@@ -15,6 +16,7 @@ from ..records import Program, Sequence
 ITIMERS = (0, 1, 2)
 ITIMER_SIZE = 32
 ITIMERSPEC_SIZE = 32
+_CLOSE = 10_000  # microseconds before its end at which nothing is said of a timer
 _NOTIFY = {"signal": 0, "none": 1, "thread": 2}
 _ENTRY = re.compile(
     r"ID: (\d+)\nsignal: (\d+)/([0-9a-f]+)\nnotify: (\w+)/(\w+)\.(\d+)\nClockID: (-?\d+)"
@@ -31,6 +33,23 @@ def capture_calls(buffer: int) -> list[tuple[int, ...]]:
 
 def parse(buffer: bytes) -> tuple[bytes, ...]:
     return tuple(buffer[i * ITIMER_SIZE : (i + 1) * ITIMER_SIZE] for i in ITIMERS)
+
+
+def aged(buffer: bytes, seconds: float) -> bytes | None:
+    """What `capture_calls` would find so much later, if the process has done nothing meanwhile.
+
+    None if that cannot be told: a timer has run out, or counts processor time.
+    """
+    real, *others = parse(buffer)
+    if any(map(any, others)):
+        return None
+    if not any(real):
+        return buffer
+    *interval, whole, part = struct.unpack("<4q", real)
+    left = whole * 1_000_000 + part - int(seconds * 1e6)
+    if left < _CLOSE:
+        return None
+    return struct.pack("<4q", *interval, *divmod(left, 1_000_000)) + buffer[ITIMER_SIZE:]
 
 
 def listed(text: bytes) -> list[PosixTimer]:
