@@ -244,6 +244,45 @@ for priority in (1, 7, 1, 1):
     assert _each_fault(state, "call", operate) > 20
 
 
+@pytest.mark.parametrize("operation", ["checkpoint", "rollback", "fork"])
+def test_shared_memory(state: State, operation: str) -> None:
+    """Objects are looked at, made and filled; at each step something fails."""
+    probe = Probe.start(state.sandbox)
+    probe.do(
+        """
+m = mmap.mmap(-1, 1 << 20); fd = os.memfd_create('thing', 2); os.truncate(fd, 1 << 16)
+segment = libc.shmget(0x77, 8192, 0o1600); libc.shmat.restype = ctypes.c_void_p
+at = libc.shmat(segment, None, 0); sem = libc.semget(0x78, 1, 0o1600)
+assert libc.semctl(sem, 0, 16, 7) == 0
+def put(n):
+    m[5000] = n; os.pwrite(fd, bytes([n]), 300); ctypes.memset(at + 5000, n, 1)
+def seen():
+    return [m[5000], os.pread(fd, 1, 300)[0], ctypes.string_at(at + 5000, 1)[0],
+            libc.semctl(sem, 0, 12)]
+put(5)
+"""
+    )
+    checkpoint = state.sandbox.checkpoint()
+    forks: list[Sandbox] = []
+
+    def operate(again: bool) -> None:
+        if again:
+            for fork in forks:
+                assert probe.within(fork).ask("seen()") == [5, 5, 5, 7]
+                fork.close()
+            forks.clear()
+            assert probe.ask("seen()") in ([5, 5, 5, 7], [6, 6, 6, 7])
+        elif operation == "checkpoint":
+            state.sandbox.checkpoint().delete()
+        elif operation == "rollback":
+            state.sandbox.rollback(checkpoint)
+            assert probe.ask("seen()") == [5, 5, 5, 7]
+        else:
+            forks.append(state.sandbox.fork(at=checkpoint))
+
+    assert _each_fault(state, "call", operate, lambda: probe.do("put(6)")) > 20
+
+
 def test_nothing_grows(state: State) -> None:
     """After all those failures, whole cycles hold as much at the end as at the beginning."""
 

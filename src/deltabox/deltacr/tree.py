@@ -183,16 +183,14 @@ class Tree:
 
     def _make_shared(self, live: Live, capture: Capture) -> dict[str, int]:
         """The shared memory of a new tree, by the input of the program that it is for."""
-        inputs = {}
-        segments = {}
+        found = {one.number: one for one in capture.shared}
         if capture.system_v:
-            segments = sysv.make(
-                live.init, self.owner, capture.system_v, capture.shared, self._leftover
-            )
-        for shared in capture.shared:
-            fd = segments.pop(shared.number, -1)
-            if fd < 0:
-                fd = inputs[shared.holder] = self._leftover.make(shared, self.owner)
+            made = sysv.make(live.init, self.owner, capture.system_v, found, self._leftover)
+            for number, fd in made.items():
+                live.sharing.adopt(found.pop(number), fd)
+        inputs = {}
+        for shared in found.values():
+            fd = inputs[shared.holder] = self._leftover.make(shared, self.owner)
             live.sharing.adopt(shared, fd)
         return inputs
 

@@ -18,6 +18,7 @@ cloned for each restore, and filling on first touch by userfaultfd(2).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import itertools
@@ -113,10 +114,13 @@ class Sharing:
         with self._lock:
             if key not in self._objects:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                info = os.fstat(fd)
-                if info.st_blksize > PAGE or not stat.S_ISREG(info.st_mode):
+                try:
+                    info = os.fstat(fd)
+                    if info.st_blksize > PAGE or not stat.S_ISREG(info.st_mode):
+                        raise Refused("shared memory of huge pages")
+                except BaseException:
                     os.close(fd)
-                    raise Refused("shared memory of huge pages")
+                    raise
                 self._objects[key] = Object(next(_ids), name, segment, reserve, fd)
             return self._objects[key]
 
@@ -137,11 +141,15 @@ class Sharing:
 
     def adopt(self, shared: SharedMemory, fd: int) -> None:
         """`fd`, which is taken, is what `shared` was made again as."""
-        info = os.fstat(fd)
-        segment, table = shared.segment, shared.table.copy()
-        one = Object(shared.number, shared.name, segment, shared.reserve, fd, table)
+        one = Object(shared.number, shared.name, shared.segment, shared.reserve, fd)
+        try:
+            info = os.fstat(fd)
+        except BaseException:
+            one.close()
+            raise
+        one.table = shared.table.copy()
         with self._lock:
-            self._objects[info.st_dev, info.st_ino, segment >= 0] = one
+            self._objects[info.st_dev, info.st_ino, shared.segment >= 0] = one
 
     def all(self) -> list[Object]:
         with self._lock:
@@ -194,8 +202,12 @@ class SharedMemories:
         self._met: dict[int, Object] = {}
         self.found: list[SharedMemory] = []
         self.changed = 0  # bytes
-        for one in sharing.all():
-            self._begin(one)
+        try:
+            for one in sharing.all():
+                self._begin(one)
+        except BaseException:
+            self._drop()
+            raise
 
     def _begin(self, one: Object) -> None:
         size = os.fstat(one.fd).st_size
@@ -231,11 +243,11 @@ class SharedMemories:
     def finish(self) -> None:
         """Before the tree goes on: wait until all of it has been looked at."""
         for number, one in self._met.items():
+            info = os.fstat(one.fd)
+            seals = fcntl.fcntl(one.fd, _F_GET_SEALS) if one.name is not None else 0
             reading = self._readings.pop(number)
             table = reading.table()
             self.changed += reading.changed * PAGE
-            info = os.fstat(one.fd)
-            seals = fcntl.fcntl(one.fd, _F_GET_SEALS) if one.name is not None else 0
             self.found.append(
                 SharedMemory(
                     number,
@@ -309,14 +321,18 @@ class Stock:
     def give(self, objects: Items[Object]) -> None:
         """Keep or close what a tree has left that has ended."""
         for one in objects:
-            size = os.fstat(one.fd).st_size
-            with self._lock:
-                waiting = self._spares.setdefault((one.number, size), [])
-                wanted = one.name is None and one.segment < 0 and len(waiting) < _SPARES
-                if wanted and not self._closed and self._has_room(size):
-                    # ours may be for reading only
-                    waiting.append(os.open(f"/proc/self/fd/{one.fd}", os.O_RDWR | os.O_CLOEXEC))
+            if one.name is None and one.segment < 0:
+                with contextlib.suppress(OSError):  # it is only not kept then
+                    self._keep(one)
             one.close()
+
+    def _keep(self, one: Object) -> None:
+        size = os.fstat(one.fd).st_size
+        with self._lock:
+            waiting = self._spares.setdefault((one.number, size), [])
+            if len(waiting) < _SPARES and not self._closed and self._has_room(size):
+                # ours may be for reading only
+                waiting.append(os.open(f"/proc/self/fd/{one.fd}", os.O_RDWR | os.O_CLOEXEC))
 
     @property
     def size(self) -> int:

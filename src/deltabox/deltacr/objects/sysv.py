@@ -165,18 +165,17 @@ def _attachments(
 
 
 def make(
-    init: int, owner: int, found: SystemV, shared: Items[SharedMemory], stock: Stock
+    init: int, owner: int, found: SystemV, shared: dict[int, SharedMemory], stock: Stock
 ) -> dict[int, int]:
     """The keeper's part, in the namespace of a PID 1 that has no children yet.
 
-    Descriptors of the memory of segments, by its number.
+    Descriptors of the memory of segments, by its number, as `shared` is.
     """
-    content = {one.number: one for one in shared}
     made: dict[int, int] = {}
 
     def work() -> None:
         for segment in found.segments:
-            made[segment.memory] = _make_segment(segment, owner, content[segment.memory], stock)
+            made[segment.memory] = _make_segment(segment, owner, shared[segment.memory], stock)
         for each in found.semaphores:
             _make_semaphores(each, owner)
         for queue in found.queues:
