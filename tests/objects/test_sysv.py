@@ -20,7 +20,7 @@ def well(result):
 def attach(number, flags=0, at=None):
     return well(libc.shmat(number, at, flags))
 def detach(at):
-    well(detach(at))
+    well(libc.shmdt(ctypes.c_void_p(at)))
 def maps():
     lines = [l.split(None, 5) for l in open('/proc/self/maps')]
     return sorted([l[0], l[1], l[2], l[4], l[5].strip()] for l in lines if 'SYSV' in l[-1])

@@ -530,6 +530,16 @@ class Tree:
         finally:
             end_task(task)
 
+    def prepare_shared(self, template: Template) -> None:
+        """Have the shared memory of one more tree of a checkpoint ready; in the background."""
+        if template.capture is None:
+            return
+        try:
+            self._leftover.prepare(template.capture.shared, self.owner)
+        except OSError as error:
+            log.info("shared memory will be copied when it is needed: %s", error)
+        self._weigh_shared()
+
     def drop_leftover(self) -> bool:
         """Give back the shared memory that ended trees have left; whether there was any."""
         gone = self._leftover.clear()

@@ -22,6 +22,7 @@ takes longer than waking).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -220,6 +221,8 @@ class Standby:
             self._end(one)
         else:
             tree.spares.stock(node)
+            with contextlib.suppress(UnknownCheckpoint), tree.pinned(node.number) as pinned:
+                tree.engine.prepare_shared(pinned.template)
 
     def _made(self, box: Box, node: Node, size: int) -> Waiting:
         revived = self._tree.revive(box, node)

@@ -30,7 +30,7 @@ class Table:
     def __init__(self, store: Store, slots: array[int]) -> None:
         self._store = store
         self._slots = slots
-        self._closed = False
+        self.closed = False
 
     @property
     def address(self) -> int:
@@ -66,7 +66,7 @@ class Table:
     def renew(self, fd: int, first: int, count: int) -> None:
         """Look at some pages again, and hold what they are now; others may look at nothing then."""
         bad = library.pages_renew(
-            self._store.handle,
+            ctypes.c_void_p(self._store.address),
             ctypes.c_int(fd),
             ctypes.c_uint64(first),
             ctypes.c_uint64(count),
@@ -77,8 +77,8 @@ class Table:
 
     def close(self) -> None:
         """Idempotent."""
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._store.release(self._slots)
 
 
@@ -139,12 +139,14 @@ class Store:
 
     @property
     def address(self) -> int:
+        if not self.handle:
+            raise OSError(errno.ESTALE, "the store of pages has been closed")
         return self.handle.value or 0
 
     @property
     def size(self) -> int:
         """Bytes held."""
-        return PAGE * int(library.pages_held(self.handle))
+        return PAGE * int(library.pages_held(self.handle)) if self.handle else 0
 
     def read(self, fd: int, size: int, before: Table | None) -> Reading:
         """Begin to find out what an object of `size` bytes holds; `before`: what it held once."""
@@ -152,9 +154,11 @@ class Store:
 
     def table(self, count: int, like: Table | None) -> Table:
         """A table of so many pages, as those of `like` and holes behind them."""
+        if like is not None and like.closed:
+            raise OSError(errno.ESTALE, "the state has been forgotten")
         slots = array("I", bytes(4 * count)) if like is None else like.slots(count)[:]
         address = ctypes.c_void_p(slots.buffer_info()[0])
-        library.pages_keep(self.handle, address, ctypes.c_uint64(count))
+        library.pages_keep(ctypes.c_void_p(self.address), address, ctypes.c_uint64(count))
         return Table(self, slots)
 
     def compare(self, fd: int, size: int, table: Table) -> array[int]:

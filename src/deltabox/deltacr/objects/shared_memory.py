@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 from ...linux import numbers as nr
 from ...linux import shmem
+from ...linux.mount import filesystem_type
 from ...linux.pages import Reading, Store, Table
 from ..model import PAGE, Description, Mapping
 from ..rebuild import Entry, Kind, Rebuild
@@ -41,8 +42,10 @@ _DELETED = " (deleted)"
 _F_GET_SEALS, _F_ADD_SEALS = 1034, 1033
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
 _CLOEXEC = 0o2000000
+_HUGETLBFS = 0x958458F6  # linux/magic.h
 _PIECE = 2048  # pages looked at before somebody else may take over
-_SPARES = 1  # objects of a kind that wait to be used again
+_SPARES = 1  # objects of a kind that wait to be used
+_LARGE = 1 << 20  # bytes that it is worth to copy before they are needed
 
 _ids = itertools.count(1)
 # device and inode number, and whether the latter is the identifier of a System V segment: those
@@ -116,7 +119,7 @@ class Sharing:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     info = os.fstat(fd)
-                    if info.st_blksize > PAGE or not stat.S_ISREG(info.st_mode):
+                    if filesystem_type(fd) == _HUGETLBFS or not stat.S_ISREG(info.st_mode):
                         raise Refused("shared memory of huge pages")
                 except BaseException:
                     os.close(fd)
@@ -282,57 +285,102 @@ class SharedMemories:
 # -- restore ------------------------------------------------------------------------------------
 
 
-class Stock:
-    """Anonymous objects of trees that have ended, to be used again. Thread-safe.
+@dataclass
+class _Spare:
+    """An object that nobody uses."""
 
-    What one of them holds is looked at when it is needed: the end of a tree that has never run may
-    change it too (the kernel marks robust mutexes of the dead).
+    fd: int
+    holds: Table | None = None  # what it holds, if that is known
+
+    def close(self) -> None:
+        os.close(self.fd)
+        if self.holds is not None:
+            self.holds.close()
+
+
+class Stock:
+    """Anonymous objects that wait to be used: of trees that have ended, or made ahead. Thread-safe.
+
+    What one of an ended tree holds is looked at when it is needed: the end of a tree that has never
+    run may change it too (the kernel marks robust mutexes of the dead).
     """
 
     def __init__(self, store: Store, has_room: Callable[[int], bool]) -> None:
         self._store = store
         self._has_room = has_room
-        self._spares: dict[tuple[int, int], list[int]] = {}  # by number and size
+        self._spares: dict[tuple[int, int], list[_Spare]] = {}  # by number and size
         self._lock = threading.Lock()
         self._closed = False
 
     def make(self, shared: SharedMemory, owner: int) -> int:
         """A descriptor of an object like `shared` at its instant, for a new tree."""
-        with self._lock:
-            waiting = self._spares.get((shared.number, shared.size))
-            spare = waiting.pop() if waiting else None
-        if spare is not None:
-            fd = spare
-        else:
+        spare = self._take(shared)
+        if spare is None:
             fd = _memfd(shared, owner) if shared.name is not None else _anonymous(shared)
+            spare = _Spare(fd, self._store.table(len(shared.table), None))
         try:
-            self.fill(fd, shared, new=spare is None)
+            self._bring(spare, shared)
         except BaseException:
-            os.close(fd)
+            spare.close()
             raise
-        return fd
+        if spare.holds is not None:
+            spare.holds.close()
+        return spare.fd
 
-    def fill(self, fd: int, shared: SharedMemory, *, new: bool = True) -> None:
-        """Make an object hold what `shared` does; a `new` one holds nothing yet."""
-        table = shared.table
-        have = None if new else self._store.compare(fd, shared.size, table)
-        self._store.write(fd, shared.size, table, have)
+    def prepare(self, shared: Items[SharedMemory], owner: int) -> None:
+        """Have one ready that is like each of these, for the next tree of this instant."""
+        for one in shared:
+            if not _may_wait(one) or not self._has_room(one.size):
+                continue
+            spare = self._take(one) or _Spare(_anonymous(one), self._store.table(0, None))
+            try:
+                self._bring(spare, one)
+                if spare.holds is not None:
+                    spare.holds.close()
+                spare.holds = one.table.copy()
+            except BaseException:
+                spare.close()
+                raise
+            if not self._put(one.number, one.size, spare):
+                spare.close()
+
+    def fill(self, fd: int, shared: SharedMemory) -> None:
+        """Make a new object, which holds nothing yet, hold what `shared` does."""
+        self._store.write(fd, shared.size, shared.table, None)
 
     def give(self, objects: Items[Object]) -> None:
         """Keep or close what a tree has left that has ended."""
         for one in objects:
             if one.name is None and one.segment < 0:
                 with contextlib.suppress(OSError):  # it is only not kept then
-                    self._keep(one)
+                    # ours may be for reading only
+                    fd = os.open(f"/proc/self/fd/{one.fd}", os.O_RDWR | os.O_CLOEXEC)
+                    size = os.fstat(fd).st_size
+                    if not self._has_room(size) or not self._put(one.number, size, _Spare(fd)):
+                        os.close(fd)
             one.close()
 
-    def _keep(self, one: Object) -> None:
-        size = os.fstat(one.fd).st_size
+    def _take(self, shared: SharedMemory) -> _Spare | None:
         with self._lock:
-            waiting = self._spares.setdefault((one.number, size), [])
-            if len(waiting) < _SPARES and not self._closed and self._has_room(size):
-                # ours may be for reading only
-                waiting.append(os.open(f"/proc/self/fd/{one.fd}", os.O_RDWR | os.O_CLOEXEC))
+            waiting = self._spares.get((shared.number, shared.size))
+            return waiting.pop() if waiting else None
+
+    def _put(self, number: int, size: int, spare: _Spare) -> bool:
+        with self._lock:
+            waiting = self._spares.setdefault((number, size), [])
+            room = len(waiting) < _SPARES and not self._closed
+            if room:
+                waiting.append(spare)
+            return room
+
+    def _bring(self, spare: _Spare, shared: SharedMemory) -> None:
+        """Make it hold what `shared` does; nobody knows what it holds if that fails."""
+        table, count = shared.table, len(shared.table)
+        if spare.holds is None:
+            have = self._store.compare(spare.fd, shared.size, table)
+        else:
+            have = spare.holds.slots(count)
+        self._store.write(spare.fd, shared.size, table, have)
 
     @property
     def size(self) -> int:
@@ -343,15 +391,20 @@ class Stock:
     def clear(self) -> bool:
         """Give the memory back; whether there was any."""
         with self._lock:
-            gone = [fd for waiting in self._spares.values() for fd in waiting]
+            gone = [spare for waiting in self._spares.values() for spare in waiting]
             self._spares.clear()
-        for fd in gone:
-            os.close(fd)
+        for spare in gone:
+            spare.close()
         return bool(gone)
 
     def close(self) -> None:
         self._closed = True
         self.clear()
+
+
+def _may_wait(shared: SharedMemory) -> bool:
+    """Whether it is worth having one more of it, and nothing tells it from a new one."""
+    return shared.name is None and shared.segment < 0 and shared.table.size >= _LARGE
 
 
 def _anonymous(shared: SharedMemory) -> int:
