@@ -58,7 +58,6 @@ def test_refused_by_name(sandbox: Sandbox, what: str) -> None:
         ("unshare --uts sleep 100", "uts namespace"),
         ("mount -t tmpfs none /mnt && sleep 100", "mounted"),
         ("ip addr add 10.9.9.9/32 dev lo && sleep 100", "network"),
-        ("ipcmk -M 4096 && sleep 100", "shared memory segments"),
     ],
 )
 def test_changes_of_the_world_are_refused(sandbox: Sandbox, command: str, match: str) -> None:

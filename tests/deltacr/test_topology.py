@@ -49,7 +49,7 @@ for pid in sorted(int(n) for n in os.listdir('/proc') if n.isdigit()):
     base = '/proc/%d/' % pid
     for line in open(base + 'maps'):
         where, prot, offset, device, inode, *name = line.split()
-        if not where.startswith('4000'): out.append((pid, where, prot, offset, inode, name))
+        if not where.startswith('4200'): out.append((pid, where, prot, offset, inode, name))
     for n in sorted(os.listdir(base + 'fd')):
         info = open(base + 'fdinfo/' + n).read().split()
         out.append((pid, n, re.sub(r'\d+', '', os.readlink(base + 'fd/' + n)), info[1], info[3]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from deltabox import Sandbox, UnsupportedState
@@ -213,3 +215,32 @@ def test_a_spent_watch_that_cannot_be_spent_again(sandbox: Sandbox) -> None:
         sandbox.checkpoint()
     probe.do("e.modify(r, select.EPOLLIN)")
     sandbox.checkpoint()
+
+
+def test_a_signalfd_wakes_its_owner(sandbox: Sandbox) -> None:
+    """A signalfd in a set tells of signals to the process that has added it."""
+    probe = Probe.start(sandbox)
+    probe.do(
+        """
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGURG])
+mask = (1 << (signal.SIGURG - 1)).to_bytes(8, 'little')
+fd = libc.syscall(289, -1, mask, 8, 0o4000)
+ep = select.epoll(); ep.register(fd, select.EPOLLIN)
+done_r, done_w = os.pipe()
+def wait():
+    os.write(done_w, bytes([len(ep.poll(30)), os.read(fd, 128)[0]]))
+threading.Thread(target=wait, daemon=True).start()
+time.sleep(0.1)
+def wake():
+    os.kill(os.getpid(), signal.SIGURG)
+    return list(os.read(done_r, 2)) if select.select([done_r], [], [], 10)[0] else 'asleep'
+"""
+    )
+    checkpoint = sandbox.checkpoint()
+    expected = [1, signal.SIGURG]
+    for _ in range(3):
+        assert probe.ask("wake()") == expected
+        sandbox.rollback(checkpoint)
+    with sandbox.fork(at=checkpoint) as fork:
+        assert probe.within(fork).ask("wake()") == expected
+    assert probe.ask("wake()") == expected

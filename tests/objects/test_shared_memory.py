@@ -266,3 +266,19 @@ def test_forks_share_nothing(sandbox: Sandbox) -> None:
         probe.do("m[:5] = b'wrong'")
         sandbox.rollback(checkpoint)
         assert probe.ask("digest()") == before
+
+
+def test_what_a_program_has_given_back_is_freed() -> None:
+    """Nothing of the engine's holds shared memory that nobody inside has any more."""
+    with Sandbox.create(memory_limit="300M", standby=0) as sandbox:
+        probe = Probe.start(sandbox)
+        probe.do("kept = mmap.mmap(-1, 8 << 20); kept[:] = os.urandom(8 << 20)")
+        sandbox.rollback(sandbox.checkpoint())
+        for turn in range(40):
+            probe.do("m = mmap.mmap(-1, 32 << 20); m[:] = bytes(1 << 20) * 32")
+            if turn % 10 == 3:
+                sandbox.checkpoint().delete()
+            sandbox.run(["true"])
+            time.sleep(0.06)  # not to wait for anything: what is done ahead gets its chance
+            probe.do("m.close()")
+        assert probe.ask("len(kept)") == 8 << 20

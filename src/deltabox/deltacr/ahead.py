@@ -93,6 +93,7 @@ def work(
                 return young
             looked = None if rested else _glance(space, names)
             found[pid], present[pid] = looked or _look(live, space, pid, names)
+    live.sharing.release_others({m.memory for mappings in found.values() for m in mappings})
     for look_at in live.sharing.pieces(has_room):
         with live.ahead.step() as may:
             if not may or not calm():

@@ -163,6 +163,10 @@ class DescriptorTable:
         """Whether a description is opened by each process itself, not by PID 1."""
         return kinds.BY_NAME[self.descriptions[index].kind].each is not None
 
+    def holders(self, index: int) -> list[int]:
+        """Host pids of the processes that have a description open, among those that were seen."""
+        return list(dict.fromkeys(host for (host, _), i in self._index.items() if i == index))
+
     def is_shared(self, subject: Subject) -> bool:
         """Whether several processes hold the description of `subject`."""
         index = self._index[subject.host, subject.number]

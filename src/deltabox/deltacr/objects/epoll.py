@@ -4,7 +4,8 @@ fdinfo lists the watches with the descriptor number they were added under, which
 watched description any more (the number may be closed, or another file's by now); kcmp(2) with
 KCMP_EPOLL_TFD finds it among all that is open.  The kernel keys a watch by description and number,
 so a short-lived task with a table of its own adds each under its number.  Watches on what only its
-owner can open (a pidfd) are added by that process.
+owner can open (a pidfd), and on a signalfd, which tells of its adder's signals, are added by that
+process.
 
 Two things have to be put right afterwards.  An edge-triggered watch reports what is ready when it
 is added, though the program may have seen that edge: when the set had nothing to report, what it
@@ -89,14 +90,7 @@ def _found(subject: Subject, watch: Watch) -> Watch:
     for candidate in subject.table.candidates(subject.host, watch.number, watch.inode):
         if _is_target(candidate, subject, watch):
             index = subject.table.index_of(candidate)
-            owner = 0
-            if subject.table.is_own(index):
-                if subject.table.find(subject.host, watch.number) != index:
-                    raise Refused(
-                        f"an epoll instance that watches {candidate.target} by the number "
-                        f"{watch.number}, which its process has closed"
-                    )
-                owner = subject.table.inside[subject.host]
+            owner = _owner(subject, watch, candidate, index)
             if watch.spent and not _is_ready(candidate):
                 raise Refused(
                     f"an epoll instance with a one-shot watch of {candidate.target} that has "
@@ -107,6 +101,26 @@ def _found(subject: Subject, watch: Watch) -> Watch:
         f"an epoll instance that watches something no process has open any more "
         f"(once its descriptor {watch.number})"
     )
+
+
+def _owner(subject: Subject, watch: Watch, target: Subject, index: int) -> int:
+    """The pid inside of the process that has to add the watch itself; 0 if PID 1 may."""
+    table = subject.table
+    if table.is_own(index):
+        adders = [subject.host]
+    elif table.descriptions[index].kind == "signalfd":
+        # It wakes the set for signals to whoever has added it. Nothing tells who that was among
+        # processes that share both; a child inherits them, so it was the first.
+        adders = table.holders(table.index_of(subject))
+    else:
+        return 0
+    pids = [table.inside[host] for host in adders if table.find(host, watch.number) == index]
+    if not pids:
+        raise Refused(
+            f"an epoll instance that watches {target.target} by the number "
+            f"{watch.number}, which its process has closed"
+        )
+    return min(pids)
 
 
 def _is_target(candidate: Subject, subject: Subject, watch: Watch) -> bool:

@@ -19,13 +19,14 @@ cloned for each restore, and filling on first touch by userfaultfd(2).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import itertools
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -46,6 +47,8 @@ _HUGETLBFS = 0x958458F6  # linux/magic.h
 _PIECE = 2048  # pages looked at before somebody else may take over
 _SPARES = 1  # objects of a kind that wait to be used
 _LARGE = 1 << 20  # bytes that it is worth to copy before they are needed
+
+_GONE = (errno.ENOENT, errno.ESRCH, errno.ENXIO)
 
 _ids = itertools.count(1)
 # device and inode number, and whether the latter is the identifier of a System V segment: those
@@ -81,26 +84,57 @@ class SharedMemory:
 
 @dataclass(eq=False)
 class Object:
-    """One object of a running tree. `fd` is ours, for reading."""
+    """One object of a running tree.
+
+    Nothing of ours holds what the tree has made itself: it would not be freed when nobody in the
+    tree has it any more. `path` led to it once.
+    """
 
     number: int
+    key: Key
     name: str | None
-    segment: int
     reserve: bool
-    fd: int
+    path: str = ""
+    fd: int = -1  # of what we have made
     table: Table | None = None  # what it held when it was looked at last
 
-    def pages(self) -> int:
-        """How many it has now; none when it is closed."""
-        return 0 if self.fd < 0 else -(-os.fstat(self.fd).st_size // PAGE)
+    @property
+    def segment(self) -> int:
+        """The identifier of a System V segment; -1."""
+        return self.key[1] if self.key[2] else -1
 
-    def close(self) -> None:
-        if self.table is not None:
-            self.table.close()
-            self.table = None
+    def open(self) -> int:
+        """A descriptor for reading, if its path still leads there; else -1. Raises Refused."""
+        try:
+            path = self.path if self.fd < 0 else f"/proc/self/fd/{self.fd}"
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in _GONE:
+                return -1
+            raise
+        try:
+            info = os.fstat(fd)
+            if (info.st_dev, info.st_ino) != self.key[:2]:
+                os.close(fd)
+                return -1
+            if filesystem_type(fd) == _HUGETLBFS or not stat.S_ISREG(info.st_mode):
+                raise Refused("shared memory of huge pages")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def release(self) -> None:
+        """Hold it no longer."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def close(self) -> None:
+        self.release()
+        if self.table is not None:
+            self.table.close()
+            self.table = None
 
 
 class Sharing:
@@ -112,23 +146,16 @@ class Sharing:
         self._lock = threading.Lock()
 
     def meet(self, key: Key, path: str, name: str | None, reserve: bool) -> Object:
-        """What is behind `path`. Raises Refused."""
-        segment = key[1] if key[2] else -1
+        """What is behind `path` now."""
         with self._lock:
             if key not in self._objects:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    info = os.fstat(fd)
-                    if filesystem_type(fd) == _HUGETLBFS or not stat.S_ISREG(info.st_mode):
-                        raise Refused("shared memory of huge pages")
-                except BaseException:
-                    os.close(fd)
-                    raise
-                self._objects[key] = Object(next(_ids), name, segment, reserve, fd)
-            return self._objects[key]
+                self._objects[key] = Object(next(_ids), key, name, reserve)
+            found = self._objects[key]
+            found.path = path
+            return found
 
     def of_mapping(self, host: int, mapping: Mapping) -> Object:
-        """What is mapped. Raises Refused."""
+        """What is mapped."""
         path = f"/proc/{host}/map_files/{mapping.start:x}-{mapping.end:x}"
         name = None
         if mapping.path.startswith(MEMFD):
@@ -136,27 +163,28 @@ class Sharing:
         key = mapping.device, mapping.inode, mapping.path.startswith(SEGMENT)
         return self.meet(key, path, name, "nr" not in mapping.flags)
 
-    def of_segment(self, identifier: int) -> Object | None:
-        """A System V segment that has been met."""
-        with self._lock:
-            found = (one for one in self._objects.values() if one.segment == identifier)
-            return next(found, None)
-
     def adopt(self, shared: SharedMemory, fd: int) -> None:
         """`fd`, which is taken, is what `shared` was made again as."""
-        one = Object(shared.number, shared.name, shared.segment, shared.reserve, fd)
         try:
             info = os.fstat(fd)
         except BaseException:
-            one.close()
+            os.close(fd)
             raise
+        key = info.st_dev, info.st_ino, shared.segment >= 0
+        one = Object(shared.number, key, shared.name, shared.reserve, fd=fd)
         one.table = shared.table.copy()
         with self._lock:
-            self._objects[info.st_dev, info.st_ino, shared.segment >= 0] = one
+            self._objects[key] = one
 
     def all(self) -> list[Object]:
         with self._lock:
             return list(self._objects.values())
+
+    def release_others(self, mapped: Container[int]) -> None:
+        """Do not hold what nobody maps any more, of what only mappings have."""
+        for one in self.all():
+            if one.name is None and one.number not in mapped:
+                one.release()
 
     def keep(self, numbers: set[int]) -> None:
         """Forget all others: nobody has them any more."""
@@ -170,19 +198,28 @@ class Sharing:
         less to do. Nobody may capture it during one of them.
         """
         for one in self.all():
-            if one.table is None and not has_room(one.pages() * PAGE):
+            try:
+                fd = one.open()
+            except Refused:
+                continue  # the capture says so
+            if fd < 0:
                 continue
-            for first in range(0, one.pages(), _PIECE):
-                yield functools.partial(self._renew, one, first)
+            try:
+                count = _pages(fd)
+                if one.table is not None or has_room(count * PAGE):
+                    for first in range(0, count, _PIECE):
+                        yield functools.partial(self._renew, one, fd, first)
+            finally:
+                os.close(fd)
 
-    def _renew(self, one: Object, first: int) -> None:
-        count = one.pages()
+    def _renew(self, one: Object, fd: int, first: int) -> None:
+        count = _pages(fd)
         if one.table is None or len(one.table) != count:
             before, one.table = one.table, self.store.table(count, one.table)
             if before is not None:
                 before.close()
         if first < count:
-            one.table.renew(one.fd, first, min(_PIECE, count - first))
+            one.table.renew(fd, first, min(_PIECE, count - first))
 
     def leave(self) -> list[Object]:
         """Give all of them to the caller: the tree has ended."""
@@ -201,20 +238,27 @@ class SharedMemories:
     def __init__(self, sharing: Sharing, owner: int) -> None:
         self._sharing = sharing
         self._owner = owner
+        self._opened: dict[int, int] = {}  # descriptors, by number
         self._readings: dict[int, Reading] = {}
         self._met: dict[int, Object] = {}
         self.found: list[SharedMemory] = []
         self.changed = 0  # bytes
         try:
             for one in sharing.all():
-                self._begin(one)
+                with contextlib.suppress(Refused):  # who has it is not known yet
+                    self._begin(one)
         except BaseException:
-            self._drop()
+            self.close()
             raise
 
-    def _begin(self, one: Object) -> None:
-        size = os.fstat(one.fd).st_size
-        self._readings[one.number] = self._sharing.store.read(one.fd, size, one.table)
+    def _begin(self, one: Object) -> bool:
+        fd = one.open()
+        if fd < 0:
+            return False
+        self._opened[one.number] = fd
+        size = os.fstat(fd).st_size
+        self._readings[one.number] = self._sharing.store.read(fd, size, one.table)
+        return True
 
     def of_mapping(self, host: int, mapping: Mapping) -> int:
         """The number of what is mapped. Raises Refused."""
@@ -228,8 +272,7 @@ class SharedMemories:
 
     def of_segment(self, identifier: int) -> int | None:
         """The number of a System V segment that somebody has attached; None if nobody has."""
-        one = self._sharing.of_segment(identifier)
-        return None if one is None else self._enter(one)
+        return next((n for n, one in self._met.items() if one.segment == identifier), None)
 
     def enter_segment(self, identifier: int, fd: int) -> int:
         """The number of a segment that `fd` is of."""
@@ -238,16 +281,17 @@ class SharedMemories:
 
     def _enter(self, one: Object) -> int:
         if one.number not in self._met:
+            if one.number not in self._readings and not self._begin(one):
+                raise Refused("shared memory that cannot be opened")
             self._met[one.number] = one
-            if one.number not in self._readings:
-                self._begin(one)
         return one.number
 
     def finish(self) -> None:
         """Before the tree goes on: wait until all of it has been looked at."""
         for number, one in self._met.items():
-            info = os.fstat(one.fd)
-            seals = fcntl.fcntl(one.fd, _F_GET_SEALS) if one.name is not None else 0
+            fd = self._opened[number]
+            info = os.fstat(fd)
+            seals = fcntl.fcntl(fd, _F_GET_SEALS) if one.name is not None else 0
             reading = self._readings.pop(number)
             table = reading.table()
             self.changed += reading.changed * PAGE
@@ -274,12 +318,19 @@ class SharedMemories:
     def _drop(self) -> None:
         while self._readings:
             self._readings.popitem()[1].drop()
+        while self._opened:
+            os.close(self._opened.popitem()[1])
 
     def close(self) -> None:
         """There will be no checkpoint."""
         self._drop()
         while self.found:
             self.found.pop().table.close()
+
+
+def _pages(fd: int) -> int:
+    """How many an object has now."""
+    return -(-os.fstat(fd).st_size // PAGE)
 
 
 # -- restore ------------------------------------------------------------------------------------
@@ -351,13 +402,10 @@ class Stock:
     def give(self, objects: Items[Object]) -> None:
         """Keep or close what a tree has left that has ended."""
         for one in objects:
-            if one.name is None and one.segment < 0:
-                with contextlib.suppress(OSError):  # it is only not kept then
-                    # ours may be for reading only
-                    fd = os.open(f"/proc/self/fd/{one.fd}", os.O_RDWR | os.O_CLOEXEC)
-                    size = os.fstat(fd).st_size
-                    if not self._has_room(size) or not self._put(one.number, size, _Spare(fd)):
-                        os.close(fd)
+            if one.fd >= 0 and one.name is None and one.segment < 0:
+                size = os.fstat(one.fd).st_size
+                if self._has_room(size) and self._put(one.number, size, _Spare(one.fd)):
+                    one.fd = -1
             one.close()
 
     def _take(self, shared: SharedMemory) -> _Spare | None:
