@@ -282,7 +282,7 @@ def _copy(
             if template.stash is None and not has_room(whole):
                 feeding.close()
                 return
-            template.resize(own=whole, whole=whole)
+            template.resize(own=feeding.most(template.read_ahead, whole), whole=whole)
             run = template.peer.run(feeding.program.seal(), 0, feeding.fds)
         except BaseException:
             # nobody knows what it holds now

@@ -141,9 +141,9 @@ def _feed(blank: Template, capturing: Capturing, reference: int) -> int:
         return blank.read_ahead
     stash = plan(processes, blank.stash)
     whole = sum(stash.sizes().values())
-    blank.resize(own=whole, whole=whole)
     feeding = feed(processes, stash, blank.stash, reference, changes)
     try:
+        blank.resize(own=feeding.most(blank.read_ahead, whole), whole=whole)
         run = blank.peer.run(feeding.whole().seal(), 0, feeding.fds, copies=whole)
     finally:
         feeding.close()

@@ -261,11 +261,16 @@ class Feeding:
     fds: dict[str, int]
     copied: Var  # pages that were merged
     pulls: list[Pull] = field(default_factory=list)
+    compares: bool = False  # some pages are compared, and copied if they differ
 
     @property
     def pulled(self) -> int:
         """Bytes that are read without comparing."""
         return sum(pull.total for pull in self.pulls)
+
+    def most(self, before: int, whole: int) -> int:
+        """Bytes of its own that the template may have afterwards, of so many `before`."""
+        return whole if self.compares else min(whole, before + self.pulled)
 
     def reading(self, pulls: Items[Pull]) -> Program:
         """A program of its own for some of the pulls."""
@@ -427,6 +432,7 @@ def _merge(
     """Compare, and write only what differs: the rest stays shared with the base."""
     remote, local, count, _ = translate(rows, regions)
     program = feeding.program
+    feeding.compares = feeding.compares or bool(count)
     scratch = program.data(bytes(SCRATCH), 4096) if count else None
     for (origin, size), (target, _) in zip(
         struct.iter_unpack("<QQ", remote), struct.iter_unpack("<QQ", local), strict=True
