@@ -33,6 +33,7 @@ enum { IOCTL, MEMORIES, ASK, READ_PAGES, WRITE_PAGES };
 struct job {                    /* beside.py has the same */
 	u64 kind, arguments[7];
 	s64 result;             /* of calls that have one: 0, a count, or -errno */
+	s64 nice;               /* of who asked, where he waits for much work */
 	u64 done;
 	struct job *next;
 };
@@ -43,6 +44,12 @@ static struct job *first, **last = &first;
 static long idle, threads;
 
 #define MOST 32
+#define LESS 10 /* nice value of those that nobody has to wait for long */
+
+static void set_nice(s64 nice)
+{
+	setpriority(PRIO_PROCESS, syscall(SYS_gettid), (int)nice);
+}
 
 static void perform(struct job *job)
 {
@@ -67,7 +74,7 @@ static void *serve(void *unused)
 {
 	(void)unused;
 	/* who asked, and whom it waits for, come first where processors are few */
-	setpriority(PRIO_PROCESS, syscall(SYS_gettid), 10);
+	set_nice(LESS);
 	pthread_mutex_lock(&lock);
 	for (;;) {
 		while (!first) {
@@ -81,7 +88,11 @@ static void *serve(void *unused)
 		if (!first)
 			last = &first;
 		pthread_mutex_unlock(&lock);
+		if (job->kind >= READ_PAGES)
+			set_nice(job->nice);
 		perform(job);
+		if (job->kind >= READ_PAGES)
+			set_nice(LESS);
 		pthread_mutex_lock(&lock);
 		job->done = 1;
 		pthread_cond_broadcast(&done);
@@ -96,6 +107,7 @@ long beside_begin(struct job *job)
 
 	job->done = 0;
 	job->next = 0;
+	job->nice = getpriority(PRIO_PROCESS, syscall(SYS_gettid));
 	pthread_mutex_lock(&lock);
 	long queued = 1;
 

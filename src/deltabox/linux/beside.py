@@ -24,6 +24,7 @@ class _Job(ctypes.Structure):
         ("kind", ctypes.c_uint64),
         ("arguments", ctypes.c_uint64 * 7),
         ("result", ctypes.c_int64),
+        ("nice", ctypes.c_int64),
         ("done", ctypes.c_uint64),
         ("next", ctypes.c_void_p),
     ]
