@@ -43,7 +43,7 @@ from .objects.shared_memory import Sharing
 from .peer import Loaded, Peer, PeerGone, ProgramFailed, Run, insist
 from .records import REQUEST_SLOT, Program, Var
 from .reports import Exit, Reports
-from .space import Space
+from .space import Space, elsewhere
 from .survey import SURVEY, Around, Survey, Surveying, WorldState, world_questions
 from .template import Template
 from .turns import Ahead
@@ -148,6 +148,8 @@ class Live:
         if host not in self.spaces:
             origin = self.cloned_from if self.restored(pid) else None
             known = origin.known.get(pid) if origin is not None else None
+            if known is not None:
+                known = elsewhere(known, self.sharing.place)
             self.spaces[host] = Space(host, pid, origin, known)
             if origin is not None:
                 self.spaces[host].adopt(self.reports.watcher(pid))

@@ -26,7 +26,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -57,6 +58,15 @@ def _flags(how: int) -> Questions:
     return ask
 
 
+# a line of /proc/PID/maps about shared memory, and where its path begins (show_map_vma)
+_SHARED_LINE = re.compile(
+    rb"^([0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) +"
+    rb"(/(?:memfd:|dev/zero \(|SYSV).*)$",
+    re.MULTILINE,
+)
+_PATH_COLUMN = 73
+
+
 @dataclass(frozen=True)
 class Known:
     """What was found out about an address space, and is true again while `text` is the same."""
@@ -73,6 +83,43 @@ class Known:
     def paths(self) -> tuple[str, ...]:
         """The names of mapped files."""
         return tuple(dict.fromkeys(m.path for m in self.bare if m.kind == "file"))
+
+
+def elsewhere(known: Known, places: Callable[[int], tuple[int, int] | None]) -> Known:
+    """The same of a restored process, whose shared memory has other inode numbers.
+
+    `places` gives device and inode of shared memory by its number. If a text is not what it would
+    be, all of it is found out anew.
+    """
+    moved: dict[tuple[int, int, str], tuple[int, int]] = {}
+    for mapping in known.found:
+        place = places(mapping.memory) if mapping.memory >= 0 else None
+        if place is not None:
+            moved[mapping.device, mapping.inode, mapping.path] = place
+    if not moved:
+        return known
+
+    def now(mapping: Mapping) -> Mapping:
+        place = moved.get((mapping.device, mapping.inode, mapping.path))
+        if place is None or mapping.kind != "memory":
+            return mapping
+        return replace(mapping, device=place[0], inode=place[1])
+
+    def line(found: re.Match[bytes]) -> bytes:
+        head, major, minor, inode, path = found.groups()
+        key = os.makedev(int(major, 16), int(minor, 16)), int(inode), os.fsdecode(path)
+        if key not in moved:
+            return found[0]
+        device, number = moved[key]
+        shown = b"%b %02x:%02x %d " % (head, os.major(device), os.minor(device), number)
+        return shown.ljust(_PATH_COLUMN) + path
+
+    return replace(
+        known,
+        text=_SHARED_LINE.sub(line, known.text),
+        bare=[now(m) for m in known.bare],
+        found=tuple(now(m) for m in known.found),
+    )
 
 
 class Space:

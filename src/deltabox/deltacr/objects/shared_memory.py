@@ -176,6 +176,12 @@ class Sharing:
         with self._lock:
             self._objects[key] = one
 
+    def place(self, number: int) -> tuple[int, int] | None:
+        """Device and inode number of an object by its own number."""
+        with self._lock:
+            found = (one.key[:2] for one in self._objects.values() if one.number == number)
+            return next(found, None)
+
     def all(self) -> list[Object]:
         with self._lock:
             return list(self._objects.values())
