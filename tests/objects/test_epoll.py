@@ -244,3 +244,29 @@ def wake():
     with sandbox.fork(at=checkpoint) as fork:
         assert probe.within(fork).ask("wake()") == expected
     assert probe.ask("wake()") == expected
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_checkpoint_does_not_take_a_signals_wake_up(sandbox: Sandbox, nested: bool) -> None:
+    """Only who has added a signalfd may look whether there is news: for others there is none."""
+    probe = Probe.start(sandbox)
+    probe.do(
+        f"""
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGURG])
+mask = (1 << (signal.SIGURG - 1)).to_bytes(8, 'little')
+fd = libc.syscall(289, -1, mask, 8, 0o4000)
+ep = select.epoll(); ep.register(fd, select.EPOLLIN | select.EPOLLET)
+inner = ep
+if {nested}:
+    ep = select.epoll(); ep.register(inner.fileno(), select.EPOLLIN | select.EPOLLET)
+def woken():
+    return [len(ep.poll(0)), os.read(fd, 128)[0]]
+"""
+    )
+    for _ in range(2):
+        probe.do("os.kill(os.getpid(), signal.SIGURG)")
+        checkpoint = sandbox.checkpoint()
+        expected = [1, signal.SIGURG]
+        assert probe.ask("woken()") == expected
+        sandbox.rollback(checkpoint)
+        assert probe.ask("woken()") == expected

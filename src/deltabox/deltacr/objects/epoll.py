@@ -10,8 +10,11 @@ process.
 Two things have to be put right afterwards.  An edge-triggered watch reports what is ready when it
 is added, though the program may have seen that edge: when the set had nothing to report, what it
 reports is taken out of the new one.  (When it had something, which of its edges were still to come
-cannot be told; then all are reported, which the interface allows: epoll(7).)  And a one-shot watch
-that has fired is there, but off; the new one is made to fire once.
+cannot be told; then all are reported, which the interface allows: epoll(7).  A set is not asked
+whether it has when the answer could be another one for its owner, which is so for a signalfd in it:
+the kernel, fs/eventpoll.c, forgets a report that turns out to be none for whoever asks, so the
+question alone would cost the owner a wake-up.)  And a one-shot watch that has fired is there, but
+off; the new one is made to fire once.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from ..subject import Refused, Subject
 
 _ADD = 1
 _ONESHOT = 1 << 30
-_PRIVATE = _ONESHOT | 1 << 31 | 1 << 29 | 1 << 28  # EPOLLET, EPOLLWAKEUP, EPOLLEXCLUSIVE
+_EDGE = 1 << 31
+_PRIVATE = _ONESHOT | _EDGE | 1 << 29 | 1 << 28  # EPOLLWAKEUP, EPOLLEXCLUSIVE
 _EVERYTHING = 0x1 | 0x2 | 0x4 | 0x2000 | 0x40 | 0x80 | 0x100 | 0x200
 _EVENT_SIZE = 12
 _ENTRY = re.compile(
@@ -59,7 +63,7 @@ class Watch:
 @dataclass(frozen=True)
 class Epoll:
     watches: tuple[Watch, ...]
-    quiet: bool  # it had nothing to report
+    quiet: bool = False  # it watches for edges, and all that it had to report are seen
 
 
 def capture(subject: Subject) -> Description:
@@ -72,18 +76,19 @@ def capture(subject: Subject) -> Description:
         number, events, data, _, inode = found.groups()
         nth = sum(w.number == int(number) for w in watches)
         watches.append(Watch(int(number), int(events, 16), int(data, 16), int(inode, 16), nth))
-    with subject.taken() as fd:
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        quiet = not poller.poll(0)
-    return Description("epoll", subject.flags, state=Epoll(tuple(watches), quiet))
+    return Description("epoll", subject.flags, state=Epoll(tuple(watches)))
 
 
 def settle(subject: Subject, description: Description) -> Description:
-    """Find the targets."""
+    """Find the targets, and whether there is something to report."""
     state: Epoll = description.state
     watches = tuple(_found(subject, watch) for watch in state.watches)
-    return replace(description, state=replace(state, watches=watches))
+    kinds = {subject.table.descriptions[watch.target].kind for watch in watches}
+    # a set in this one may hold anything: it is not looked into if there is any signalfd at all
+    everywhere = {d.kind for d in subject.table.descriptions} if "epoll" in kinds else kinds
+    edges = any(watch.events & _EDGE for watch in watches)
+    quiet = edges and "signalfd" not in everywhere and not _is_ready(subject, select.POLLIN)
+    return replace(description, state=Epoll(watches, quiet))
 
 
 def _found(subject: Subject, watch: Watch) -> Watch:
@@ -129,10 +134,10 @@ def _is_target(candidate: Subject, subject: Subject, watch: Watch) -> bool:
     )
 
 
-def _is_ready(target: Subject) -> bool:
+def _is_ready(target: Subject, events: int = _EVERYTHING) -> bool:
     with target.taken() as fd:
         poller = select.poll()
-        poller.register(fd, _EVERYTHING)
+        poller.register(fd, events)
         return bool(poller.poll(0))
 
 
@@ -173,7 +178,7 @@ def _joined(rebuild: Rebuild, entries: Items[Entry]) -> None:
     """Everything is as it was by now: take out the reports that are news to nobody."""
     for number, description in entries:
         state: Epoll = description.state
-        if state.quiet and state.watches:
+        if state.quiet:
             count = len(state.watches)
             buffer = rebuild.program.data(bytes(_EVENT_SIZE * count))
             rebuild.init.call(nr.EPOLL_WAIT, number, buffer, count, 0, what="epoll_wait")
