@@ -237,6 +237,49 @@ except (BrokenPipeError, ConnectionResetError) as error:
         sandbox.rollback(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [
+        (300_000, ""),
+        (3_000_000, ""),
+        (3_000_000, "client.shutdown(0)"),
+        (300_000, "client.shutdown(1)"),
+    ],
+)
+def test_closed_with_data_unsent(sandbox: Sandbox, size: int, more: str) -> None:
+    """Its kernel still has what does not fit: all of that comes, and then the end."""
+    probe = Probe.start(sandbox)
+    probe.do(
+        PREPARE
+        + f"""
+listener, client, server = pair()
+server.setsockopt(1, 7, {2 * size}); server.setblocking(False)
+data = os.urandom({size})
+wrote = server.send(data)
+assert wrote > unread(client)
+server.close()
+{more}
+def sizes():
+    return [client.getsockopt(1, o) for o in (2, 8, 72)] + [client.getsockname()]
+def rest():
+    got = b''
+    while more := client.recv(1 << 20):
+        got += more
+    return got == data[:wrote], client.recv(9).decode()
+"""
+    )
+    before = probe.ask("sizes()")
+    checkpoint = sandbox.checkpoint()
+    for _ in range(2):
+        assert probe.ask("sizes()") == before
+        assert probe.ask("rest()") == [True, ""]
+        sandbox.rollback(checkpoint)
+    again = sandbox.checkpoint()
+    with sandbox.fork(at=again) as fork:
+        assert probe.within(fork).ask("sizes()") == before
+        assert probe.within(fork).ask("rest()") == [True, ""]
+
+
 @pytest.mark.parametrize("size", [0, 65536])
 def test_full_in_both_directions(sandbox: Sandbox, size: int) -> None:
     """Writers that were stopped by full buffers stay so; every byte arrives in order."""

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from deltabox import CommandTimeout, KeepLast, Process, Sandbox
+from deltabox import KeepLast, Process, Sandbox
 from tests.conftest import keeper_of_its_own
 
 from . import regression
+from .disturbance import disturb
 from .postgres import DATA, HOME, TCP, WITHIN, Server, Session, until
 
 SMALL, LARGE = 5, 66  # scale factors of pgbench: 75 MB and 1 GB
@@ -231,31 +232,6 @@ def test_a_load_does_not_notice_rollbacks(server: Server) -> None:
     print(f"pauses {pauses}, rollbacks {statistics.median(times):.1f} ms")
 
 
-CHECKPOINTS_APART, ROLLBACKS_APART = 2.0, 10.0  # seconds
-
-
-def _disturb(server: Server, work: Process) -> tuple[int, int]:
-    """Checkpoints and rollbacks to the last one until `work` has ended; how many there were."""
-    checkpoints = rollbacks = 0
-    latest = server.sandbox.checkpoint()
-    due = time.monotonic() + ROLLBACKS_APART
-    while True:
-        try:
-            work.wait(timeout=CHECKPOINTS_APART)
-        except CommandTimeout:
-            pass
-        else:
-            return checkpoints, rollbacks
-        if time.monotonic() >= due:
-            server.sandbox.rollback(latest)
-            rollbacks += 1
-            due = time.monotonic() + ROLLBACKS_APART
-        else:
-            last, latest = latest, server.sandbox.checkpoint()
-            last.delete()
-            checkpoints += 1
-
-
 def _outcome(server: Server, work: Process) -> tuple[dict[str, str], str]:
     work.wait(timeout=1000)
     return regression.outcomes(work.stdout.read()), regression.differences(server)
@@ -272,10 +248,11 @@ def test_its_own_tests_do_not_notice_us(
     expected = _outcome(undisturbed, suite.start(undisturbed))
     assert set(expected[0].values()) == {"ok"} and len(expected[0]) > 100, expected
     work = suite.start(server)
-    checkpoints, rollbacks = _disturb(server, work)
-    print(f"{len(expected[0])} tests, {checkpoints} checkpoints, {rollbacks} rollbacks")
+    done = disturb(sandbox, work)
+    print(f"{len(expected[0])} tests, {done}")
     assert _outcome(server, work) == expected
-    assert checkpoints >= 5 and rollbacks, "they were too fast for this test to say something"
+    assert not done.refused
+    assert done.checkpoints >= 5 and done.rollbacks, "they were too fast to say something"
 
 
 SIZES = (100, 1000, 5000)  # MB

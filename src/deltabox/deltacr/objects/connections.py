@@ -208,7 +208,8 @@ class _Restore:
             at = sockets.loopback(state.domain)
             if state.local is not None and not state.local.is_any:
                 at = replace(state.local, port=0)
-        self._make(number, state, receive=_room(state))
+        room = _room(replace(state, coming=b""))
+        self._make(number, state, receive=room)
         self._patience(number)
         self._open_listener(plain, at)
         name, size = sockets.name(self.rebuild, at, state.domain)
@@ -223,19 +224,20 @@ class _Restore:
             self.do.call(nr.CONNECT, number, name, size, what="connect to a temporary peer")
             self._accept(self.other)
             self.do.call(nr.CLOSE, self.listener)
-            self._send(self.other, state.content, False)
+            self._send(self.other, state.content + state.coming, bool(state.coming))
             self._await_data(number, len(state.content))
             if not ended:
                 linger = struct.pack("<ii", 1, 0)
                 options.put(self.rebuild, self.other, options.SOCKET, options.SO_LINGER, linger)
             self.do.call(nr.CLOSE, self.other)
-        self._await_events(number, _POLLRDHUP if ended else 0)
+        if not state.coming:
+            self._await_events(number, _POLLRDHUP if ended else 0)
         if ended:
             self._shut(number, state)
         elif not state.error:
             error = self.rebuild.program.data(struct.pack("<iii", 0, 4, 0))
             self.do.call(nr.GETSOCKOPT, number, options.SOCKET, 4, error, error + 4)  # SO_ERROR
-        if _room(state):
+        if room:
             self._resize(number, options.SO_RCVBUF, state.options.receive_buffer)
 
     # -- listeners ------------------------------------------------------------------------------

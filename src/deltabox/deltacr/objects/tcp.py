@@ -11,7 +11,9 @@ any, for the length of two calls; the program is stopped, and the one thing it c
 SO_REUSEADDR, is put back.  The restore writes all of it on the writer's end.
 
 Ends that nobody has open are seen by sock_diag alone: a listener's unaccepted connections (made
-again by connecting), and ends closed already whose other end has had all their data and FIN.
+again by connecting), and ends that are closed already.  What such an end has not sent yet cannot be
+read at its place, but it goes to the other end as soon as that one gets room: a larger buffer, for
+the length of two calls.  A program would see no more than that the data came early.
 A connection to the outside cannot be had twice: after a restore it is as after a reset by the peer,
 unless the sandbox was made with on_external="refuse".
 
@@ -60,6 +62,8 @@ _REPAIR_ON, _REPAIR_OFF_NO_WP = 1, -1
 _RECV_QUEUE, _SEND_QUEUE = 1, 2
 _SIOCOUTQ = termios.TIOCOUTQ
 _MASK = (1 << 32) - 1
+_MOST = (1 << 31) - 1  # what the size of a buffer may be
+_RECEIVE_BUFFER = (options.SO_RCVBUF, options.SO_BUF_LOCK)
 _STANDS = ("pair", "ended", "unaccepted")
 _CHANGED = (
     options.SO_REUSEADDR,
@@ -258,11 +262,16 @@ class _Finishing:
             if other.state == SYN_RECV:
                 raise Refused("a TCP socket whose listener has not answered it yet")
             if seen.state not in _GOT_FIN:
-                raise Refused("a TCP socket whose peer has been closed with data unsent")
-            seen.found = replace(seen.found, phase="ended", content=_peek(seen))
+                _receive_all(seen, other.send)
+                seen.events = _events(seen.sock)
+            if seen.state == CLOSE:
+                seen.found = replace(seen.found, peer=None, shut_write=False)
+                self._closed(seen)  # it had been shut before, so that was all
+            else:
+                self._ended(seen)
             return
         if other is None and seen.state in _GOT_FIN and _is_local(local, peer):
-            seen.found = replace(seen.found, phase="ended", content=_peek(seen))
+            self._ended(seen)
             return
         if self.network.on_external == "refuse":
             raise Refused(f"a TCP connection to {peer}, outside the sandbox")
@@ -270,6 +279,14 @@ class _Finishing:
         seen.found = replace(
             seen.found, phase="reset", content=content, error=True, shut_read=False, peer=None
         )
+
+    def _ended(self, seen: _Seen) -> None:
+        received = _peek(seen)
+        # what there is no room for at once, a new peer holds when it is closed
+        room = _room_for_content()
+        content, coming = received[:room], received[room:]
+        self._check_room(content, coming)
+        seen.found = replace(seen.found, phase="ended", content=content, coming=coming)
 
     def _unaccepted(self, seen: _Seen, other: sock_diag.Tcp) -> None:
         finished = other.state == CLOSE_WAIT
@@ -394,11 +411,10 @@ class _Finishing:
     @staticmethod
     def _check_room(content: bytes, coming: bytes) -> None:
         """Without CAP_NET_ADMIN on the host, buffers grow up to a limit only (socket(7))."""
-        room = _limit("rmem_max")
-        if len(content) > max(32768, room // 2):
+        if len(content) > _room_for_content():
             raise Refused(
                 f"a TCP socket with {len(content)} unread bytes, which net.core.rmem_max "
-                f"({room}) is too small to give back"
+                f"({_limit('rmem_max')}) is too small to give back"
             )
         if len(content) + len(coming) > max(1 << 20, _limit("wmem_max")) + len(content):
             raise Refused(
@@ -409,6 +425,11 @@ class _Finishing:
 
 def _limit(name: str) -> int:
     return int(Path(f"/proc/sys/net/core/{name}").read_text())
+
+
+def _room_for_content() -> int:
+    """How many unread bytes a receive queue can surely be given."""
+    return max(32768, _limit("rmem_max") // 2)
 
 
 def _is_local(local: Address, peer: Address) -> bool:
@@ -447,6 +468,24 @@ def _peek(seen: _Seen) -> bytes:
     if len(content) != size:
         raise Refused("a TCP socket with urgent data")
     return content
+
+
+def _receive_all(seen: _Seen, unsent: int) -> None:
+    """Have a closed peer send all that it holds, and its FIN, to a socket that was full."""
+    before, fixed = (seen.sock.getsockopt(options.SOCKET, o) for o in _RECEIVE_BUFFER)
+    room = before + 4 * (_unread(seen) + unsent) + 65536
+    seen.sock.setsockopt(options.SOCKET, options.SO_RCVBUFFORCE, min(room, _MOST) // 2)
+    try:
+        for _ in range(100):
+            _peek(seen)  # or nobody would look at the buffer, and tell the peer
+            seen.info = seen.sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
+            seen.state = seen.info[0]
+            if seen.state in (CLOSE, *_GOT_FIN):
+                return
+    finally:
+        seen.sock.setsockopt(options.SOCKET, options.SO_RCVBUFFORCE, before // 2)
+        seen.sock.setsockopt(options.SOCKET, options.SO_BUF_LOCK, fixed)
+    raise Refused("a TCP socket whose peer has been closed with data unsent")
 
 
 def _stream(writer: _Seen, reader: _Seen) -> tuple[bytes, bytes]:
