@@ -37,7 +37,7 @@ from .template import Stats, Template
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_PROGRAMS = 256 << 10  # bytes that a template's programs take, about
+_PROGRAMS = 256 << 10  # bytes that a template's programs take, mostly
 
 # begins what another keeps of the instant; gives (wait for it, finish it after the thaw)
 AtInstant = Callable[[], AbstractContextManager[tuple[Callable[[], None], Callable[[], T]]]]
@@ -113,8 +113,9 @@ def take(
     blank.compile_later(
         functools.partial(compile_program, seen, blank.stash, network=network, limits=limits)
     )
-    if not is_plain(seen, limits):
-        assert blank.sealed  # what cannot be compiled is refused now
+    programs = _PROGRAMS
+    if not is_plain(seen, limits):  # what cannot be compiled is refused now
+        programs = max(programs, len(blank.sealed.content))  # what is in queues may be large
     blank.capture = seen
     blank.known = {
         p.pid: found.known
@@ -123,7 +124,7 @@ def take(
     }
     blank.externals = [d.key for d in seen.descriptions if d.kind == "external"]
     whole = blank.whole
-    blank.resize(own=changed, whole=whole, extra=_PROGRAMS)
+    blank.resize(own=changed, whole=whole, extra=programs)
     blank.stats = Stats(
         pause_ms=pause * 1e3,
         total_ms=(time.monotonic() - started) * 1e3,

@@ -29,7 +29,7 @@ STACKS = OURS + 0x20_0000
 STACKS_SIZE = 0x1_0000
 FRAMES = OURS + 0x4000_0000
 CONTROL = OURS + 0x8000_0000
-SLOT = 0x200_0000  # 32 MiB of addresses for each control memory
+SLOT = 0x1000_0000  # 256 MiB of addresses for each control memory
 SLOTS = 2048
 # A live tree's PID 1 runs the restore in the tree's slot, its own set-up and later requests in
 # those so much further up.
