@@ -210,7 +210,7 @@ def _glance(space: Space, names: Names) -> tuple[tuple[Mapping, ...], Regions] |
     known = space.known
     if known is None or known.names is None or not space.seems_mapped_alike():
         return None
-    if not known.names.same(names.look(known.paths)):
+    if not names.lead_alike(known.paths, known.names, names.look(known.paths)):
         return None
     present = space.present(known.bare)
     space.drain()

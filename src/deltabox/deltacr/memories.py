@@ -232,7 +232,7 @@ def same_mappings(
     space: Space, known: Known, present: Regions, answers: Answers, names: Names
 ) -> tuple[Vma, ...] | None:
     """The mappings as they were found once, with the pages of now; None if a file is another."""
-    if known.names is None or not known.names.same(answers):
+    if known.names is None or not names.lead_alike(known.paths, known.names, answers):
         return None
     if known.present is not None and known.present.packed == present.packed:
         space.confirm()

@@ -64,6 +64,29 @@ class Names:
             self._facts[path] = answers.get(path)
         return answers
 
+    def lead_alike(self, paths: tuple[str, ...], before: Answers, now: Answers) -> bool:
+        """Whether names of mapped files lead where they led, as far as that matters.
+
+        What is stored through a mapping changes the file's times, again and again.
+        """
+        return before.same(now) or all(
+            self._gist(before.get(path)) == self._gist(now.get(path)) for path in paths
+        )
+
+    def _gist(self, facts: bytes | None) -> tuple[int, int, int] | None:
+        if facts is None:
+            return None
+        found = Facts.unpack(facts)
+        return found.device, found.inode, self._age(found)
+
+    def _age(self, facts: Facts) -> int:
+        """0: certainly older than the tree, 2: certainly not, 1: one cannot be sure.
+
+        Only a file that is no older than the tree can have come to be another version of the
+        base's.
+        """
+        return (facts.changed >= (self.born - 1) * 1e9) + (facts.changed >= self.born * 1e9)
+
     def is_settled(self, mapping: Mapping) -> bool:
         """Whether a mapping shows what its name leads to, now and as long as that is the same."""
         key = (mapping.path, mapping.device, mapping.inode)
@@ -79,7 +102,7 @@ class Names:
     def is_of_base(self, mapping: Mapping) -> bool:
         """Whether a mapped file, whose name has been looked up, is the base's own, unchanged."""
         facts = self._facts.get(mapping.path)
-        return facts is not None and Facts.unpack(facts).changed < (self.born - 1) * 1e9
+        return facts is not None and self._age(Facts.unpack(facts)) == 0
 
     def executable(self, host: int, look: Look, refuse: Refuse) -> tuple[str, int]:
         """(path, index of its ghost or -1) of what a process runs."""
@@ -134,10 +157,10 @@ class Names:
                 self._ghosts[key] = self._ghost(host, mapping, refuse)
                 info = Facts.of(os.stat(_map_file(host, mapping)))
                 name = name.removesuffix(DELETED)
-            elif info.changed < (self.born - 1) * 1e9:
+            elif self._age(info) == 0:
                 self._pristine.add((mapping.path, mapping.inode))
             # only a file of the base that has changed since can have two versions
-            self._named[key] = info.changed < self.born * 1e9 or not self._in_base(name)
+            self._named[key] = self._age(info) < 2 or not self._in_base(name)
         mapping = replace(mapping, ghost=self._ghosts.get(key, -1))
         # a file that was opened for writing had been copied up before it was mapped
         if not (self._named[key] or (mapping.shared and mapping.may_write)):

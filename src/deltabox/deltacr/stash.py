@@ -62,6 +62,9 @@ class Window:
     high: int
     shift: int
 
+    def covers(self, mapping: Mapping) -> bool:
+        return self.low <= mapping.start and mapping.end <= self.high
+
 
 @dataclass(frozen=True)
 class Held:
@@ -88,7 +91,8 @@ class Stash:
     """What a template holds, and where: by the pid and the start of each mapping."""
 
     held: dict[tuple[int, int], Held] = field(default_factory=dict)
-    windows: dict[tuple[int, int], list[Window]] = field(default_factory=dict)  # by pid and GiB
+    # by pid and GiB, then by shift
+    windows: dict[tuple[int, int], dict[int, Window]] = field(default_factory=dict)
     next: int = STASH
     laid: dict[int, tuple[Mapping, ...]] = field(default_factory=dict)  # for these, by pid
     _of: dict[int, dict[int, Held]] = field(default_factory=dict)
@@ -97,13 +101,13 @@ class Stash:
         self, pid: int, mapping: Mapping, *, avoid: int | None, prefer: int | None, alone: bool
     ) -> int:
         """The shift of a window of this process that covers the mapping; a new one if need be."""
-        found = [
-            window.shift
-            for window in self.windows.get((pid, mapping.start // _GIB), ())
-            if window.low <= mapping.start and mapping.end <= window.high and window.shift != avoid
-        ]
-        if found:
-            return prefer if prefer in found else found[0]
+        there = self.windows.get((pid, mapping.start // _GIB), {})
+        same = there.get(prefer) if prefer is not None and prefer != avoid else None
+        if same is not None and same.covers(mapping):
+            return same.shift
+        for window in there.values():
+            if window.shift != avoid and window.covers(mapping):
+                return window.shift
         unit = _SMALL if alone and mapping.size < _SMALL else _GIB
         low, high = mapping.start & -unit, (mapping.end + unit - 1) & -unit
         start = self.next + (low - self.next) % unit
@@ -116,7 +120,7 @@ class Stash:
             )
         window = Window(low, high, start - low)
         for gib in range(low // _GIB, (high + _GIB - 1) // _GIB):
-            self.windows.setdefault((pid, gib), []).append(window)
+            self.windows.setdefault((pid, gib), {})[window.shift] = window
         return window.shift
 
     def has_file(self, pid: int, mapping: Mapping) -> bool:
@@ -168,7 +172,7 @@ def plan(processes: Items[Process], base: Stash | None) -> Stash:
     stash = Stash(next=base.next if base else STASH)
     pids = {process.pid for process in processes}
     if base:
-        stash.windows = {key: list(found) for key, found in base.windows.items() if key[0] in pids}
+        stash.windows = {key: dict(found) for key, found in base.windows.items() if key[0] in pids}
     for process in processes:
         pid, mappings = process.pid, process.mappings
         stash.laid[pid] = mappings
