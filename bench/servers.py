@@ -71,6 +71,14 @@ def sqlite(sandbox: Sandbox) -> Ask:
     return lambda box: programs.within(box).writer.do("insert('more', 1)")
 
 
+def cpython(sandbox: Sandbox) -> Ask:
+    from tests.servers import test_cpython
+
+    test_cpython.prepare(sandbox)
+    owner = test_cpython.start(sandbox, "fork")
+    return lambda box: owner.within(box).do("shared.array[-1] = 7; matrix[-1] += 1")
+
+
 def mariadb(sandbox: Sandbox) -> Ask:
     from tests.servers.test_mariadb import start
 
@@ -135,7 +143,7 @@ def chromium(sandbox: Sandbox) -> Ask:
 PROGRAMS: dict[str, Callable[[Sandbox], Ask]] = {
     made.__name__: made
     for made in (
-        *(postgres, redis, sqlite, mariadb, duckdb),
+        *(postgres, redis, sqlite, cpython, mariadb, duckdb),
         *(jvm, node, go, ruby, php_fpm, chromium),
     )
 }

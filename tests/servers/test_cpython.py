@@ -152,12 +152,24 @@ print(json.dumps([generator.random(), np.random.random(), random.random()]))
 """
 
 
+def prepare(sandbox: Sandbox) -> None:
+    install(sandbox, "numpy")
+    sandbox.files.write_text(f"{WHERE}/pooled.py", POOLED)
+
+
+def start(sandbox: Sandbox, method: str) -> Probe:
+    """The owner of a pool; workers and consumers wait."""
+    owner = Probe.start(sandbox, python=PYTHON, env=ENVIRONMENT)
+    owner.do(f"METHOD = {method!r}")
+    owner.do(OWNER)
+    return owner
+
+
 @pytest.fixture(scope="module")
 def computing() -> Iterator[Sandbox]:
     """A sandbox with numpy."""
     with Sandbox.create() as sandbox:
-        install(sandbox, "numpy")
-        sandbox.files.write_text(f"{WHERE}/pooled.py", POOLED)
+        prepare(sandbox)
         yield sandbox
 
 
@@ -185,9 +197,7 @@ def come_back(
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_pool(computing: Sandbox, method: str) -> None:
     with computing.fork() as sandbox:
-        owner = Probe.start(sandbox, python=PYTHON, env=ENVIRONMENT)
-        owner.do(f"METHOD = {method!r}")
-        owner.do(OWNER)
+        owner = start(sandbox, method)
         workers = owner.ask("workers")
         assert len(set(workers)) == WORKERS
         drawn = json.loads(sandbox.run([PYTHON, "-c", DRAWN], env=ENVIRONMENT, check=True).stdout)
