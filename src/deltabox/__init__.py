@@ -7,8 +7,11 @@
 ...     sb.rollback(cp)
 """
 
+from .branch import Branch
 from .checkpoint import Change, Checkpoint, Stats, Usage
 from .errors import (
+    BranchError,
+    BranchStale,
     CheckpointError,
     CommandFailed,
     CommandTimeout,
@@ -30,6 +33,9 @@ from .sandbox import Sandbox
 from .shell import Shell
 
 __all__ = [
+    "Branch",
+    "BranchError",
+    "BranchStale",
     "BytesProcess",
     "BytesResult",
     "Change",

@@ -11,6 +11,8 @@
     │   └── UnsupportedState     ... because of one object that could not be given back later
     ├── RollbackError            no rollback was done, the sandbox runs on
     ├── ForkError                no fork was made, the sandbox runs on
+    ├── BranchError              nothing was committed, the branch and its parent run on
+    │   └── BranchStale          ... and never will be: the parent is another state by now
     ├── UnknownCheckpoint        also a KeyError; no such checkpoint in this sandbox's tree
     └── NoSpace                  the engine's memory or disk budget, or the host, is exhausted
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from .process import Result
 
 __all__ = [
+    "BranchError",
+    "BranchStale",
     "CheckpointError",
     "CommandFailed",
     "CommandTimeout",
@@ -142,6 +146,14 @@ class RollbackError(DeltaBoxError):
 
 class ForkError(DeltaBoxError):
     """No fork was made; the sandbox runs on as before."""
+
+
+class BranchError(DeltaBoxError):
+    """Nothing was committed; the branch and its parent run on as before."""
+
+
+class BranchStale(BranchError):
+    """The parent was rolled back, or another branch committed, since the branch was made."""
 
 
 class UnknownCheckpoint(DeltaBoxError, KeyError):

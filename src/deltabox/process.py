@@ -108,17 +108,17 @@ class Handle:
 
     @property
     def sandbox(self) -> Sandbox:
-        """The sandbox it runs in."""
-        return self._sandbox
+        """The sandbox it runs in: its branch's parent, once that has been committed."""
+        return self._sandbox._present()
 
     def _call(self, op: str, **arguments: Any) -> Any:
-        return self._sandbox._call(op, handle=self._number, **arguments)
+        return self.sandbox._call(op, handle=self._number, **arguments)
 
     def __reduce__(self) -> NoReturn:
         no_copies(type(self).__name__)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} pid={self._pid} of {self._sandbox!r}>"
+        return f"<{type(self).__name__} pid={self._pid} of {self.sandbox!r}>"
 
 
 class Stdin(Generic[Data]):

@@ -14,8 +14,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final, Literal, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, overload
 
 from . import _arguments as arguments
 from ._arguments import Command
@@ -37,6 +38,9 @@ from .process import (
 )
 from .retention import KEEP_ALL, Policy, described
 from .shell import Shell, failure
+
+if TYPE_CHECKING:
+    from .branch import Branch
 
 H = TypeVar("H", bound=Handle)
 
@@ -403,15 +407,34 @@ class Sandbox:
             raise ValueError(f"identity is 'same' or 'new', not {identity!r}")
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"the number of copies is an int of at least 1, not {count!r}")
-        with self._keeper.making(
+        with self._forking(count, at=at, identity=identity) as answer:
+            return [Sandbox(_keeper=self._keeper, _described=one) for one in answer]
+
+    def _forking(
+        self, count: int, *, at: Checkpoint | str | None, identity: str
+    ) -> AbstractContextManager[list[dict[str, Any]]]:
+        return self._keeper.making(
             "fork",
             start=False,
             box=self._check_open(),
             count=count,
             identity=identity,
             at=None if at is None else reference(self._tree, at),
-        ) as answer:
-            return [Sandbox(_keeper=self._keeper, _described=one) for one in answer]
+        )
+
+    def branch(self, name: str = "") -> Branch:
+        """A live fork of the present state that is meant to come back: see `Branch`.
+
+        >>> with sb.branch("try-a") as b:                       # doctest: +SKIP
+        ...     b.run("make test", check=True)
+
+        At the end of the block the sandbox *is* the branch; after an exception it is as if the
+        branch had never been. Raises what `fork` raises.
+        """
+        from .branch import Branch
+
+        with self._forking(1, at=None, identity="same") as (described,):
+            return Branch(self, name, described)
 
     def on_fork(self, process: Handle | int, signal: int | None) -> None:
         """Have a process told in every fork that it is a copy: by a signal, before it runs on.
@@ -553,6 +576,10 @@ class Sandbox:
         return f"<Sandbox {self._box}{' (closed)' if self._closed else ''}>"
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _present(self) -> Sandbox:
+        """The sandbox that its programs are in by now."""
+        return self
 
     def _check_open(self) -> str:
         if self._closed:

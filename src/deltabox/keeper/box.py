@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from ..deltacr.engine import Live
 from ..deltacr.model import External
 from ..deltafs.layers import Layer
-from ..errors import DeltaBoxError, RolledBack, SandboxClosed, StaleHandle
+from ..errors import BranchStale, DeltaBoxError, RolledBack, SandboxClosed, StaleHandle
 from ..linux import terminal as tty
 from ..linux.openat2 import openat2
 from .handles import Handle, SavedHandle, portable, restored
@@ -66,6 +66,14 @@ class CallerGone(Exception):
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a fork of a present state began: at which sandbox, and after how many turns of it."""
+
+    box: Box
+    turns: int
+
+
+@dataclass(frozen=True)
 class Saved:
     """What a checkpoint keeps of the keeper's own state."""
 
@@ -80,7 +88,11 @@ class Box:
 
     def __init__(self, tree: Tree, number: str, *, head: str | None, pump: Pump) -> None:
         self.tree = tree
-        self.number = number
+        self.number = number  # a branch that is committed gets its parent's
+        self.author = number  # this does not change
+        self.authors = {number}  # with those of the sandboxes whose place it has taken
+        self.origin: Origin | None = None
+        self.turns = 0  # how often it has become another state, by a rollback
         self.head = head
         self.pump = pump
         self.live: Live
@@ -93,6 +105,7 @@ class Box:
         self.changed = threading.Condition(threading.Lock())
         self.closing = False
         self.closed = False
+        self.replaced = False  # by a branch, which has the number now
         self.dead = False
         self.generation = 0
         self.rested: Rested | None = None
@@ -110,8 +123,22 @@ class Box:
     def operating(self, what: str) -> Iterator[None]:
         """Exclude every other checkpoint, rollback, fork and close of this sandbox."""
         with self._operation:
+            self.check_replaced()
             if self.closing:
                 raise SandboxClosed(f"cannot {what}: the sandbox is closed")
+            yield
+
+    @contextmanager
+    def present(self, turns: int) -> Iterator[None]:
+        """As `operating`, if it has not turned into another state since; else BranchStale."""
+        with self._operation:
+            if self.turns != turns:
+                raise BranchStale(
+                    "the sandbox that the branch was made of has become another state meanwhile, "
+                    "by a rollback or because another branch was committed"
+                )
+            if self.closing:
+                raise SandboxClosed("cannot commit: the sandbox that it was made of is closed")
             yield
 
     @contextmanager
@@ -144,10 +171,20 @@ class Box:
         """Whether somebody waits for a checkpoint, a rollback, a fork or the end."""
         return self._operation.locked()
 
+    def is_author(self, saved: Saved) -> bool:
+        """Whether a state is this sandbox's own, so that to go back there is not to be copied."""
+        return saved.author in self.authors
+
     def check_closed(self) -> None:
         """Raise if the sandbox has been closed. The condition is held."""
+        self.check_replaced()
         if self.closing:
             raise SandboxClosed("the sandbox is closed")
+
+    def check_replaced(self) -> None:
+        """Raise if a request has come for what the sandbox no longer is."""
+        if self.replaced:
+            raise RolledBack("a branch was committed into the sandbox at this moment")
 
     def check_open(self) -> None:
         """Raise unless the sandbox runs. The condition is held."""
@@ -217,7 +254,10 @@ class Box:
         if call.gone:
             raise CallerGone
         if call.rolled_back:
-            raise RolledBack("the sandbox was rolled back to a state from before this call began")
+            raise RolledBack(
+                "the sandbox was rolled back to a state from before this call began, or a branch "
+                "that does not have the call was committed into it"
+            )
         self.check_open()
 
     def handle(self, number: int) -> Handle:
@@ -457,7 +497,7 @@ class Box:
         return Saved(
             handles=tuple(handle.save() for handle in self.handles.values()),
             calls=frozenset(self.calls),
-            author=self.number,
+            author=self.author,
             registered=self.registrations.save(),
         )
 
@@ -547,6 +587,15 @@ class Box:
         if self._reports >= 0:
             self.pump.forget(self._reports)
             self._reports = -1
+
+    def cut_off(self) -> None:
+        """A branch takes its place: end every call that waits, and have no other branch come."""
+        with self.changed:
+            self.turns += 1
+            self.closing = self.replaced = True
+            for call in self.calls.values():
+                call.rolled_back = True
+            self.changed.notify_all()
 
     def shut(self) -> None:
         """Refuse everything from now on and end every call that waits."""

@@ -35,7 +35,7 @@ from ..errors import (
     UnsupportedState,
 )
 from . import taking
-from .box import Box, Saved
+from .box import Box, Origin, Saved
 from .budget import Budget
 from .handles import Handle
 from .identity import Identity
@@ -140,6 +140,7 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
                 box.switch(new.live, new.layer, new.handles, new.registrations, node.saved)
             new.live.release()
         taking.forget(box)
+        box.turns += 1
         box.head = node.number
         box.let_go()
         tree.background.submit(tree.spares.stock, node)
@@ -204,6 +205,7 @@ def fork(
                 log.error("%s: fork", box.number, exc_info=errors[0])
                 raise ForkError(f"nothing was forked: {errors[0]}") from errors[0]
             for copy, new in revived:
+                copy.origin = Origin(box, box.turns) if made else None
                 with copy.changed:
                     copy.switch(new.live, new.layer, new.handles, new.registrations, node.saved)
                 tree.adopt(copy)

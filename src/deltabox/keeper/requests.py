@@ -24,7 +24,7 @@ from ..deltafs.inside import Inside
 from ..deltafs.root import DEFAULT_HIDE
 from ..errors import NoSpace, SandboxClosed
 from ..retention import rebuilt
-from . import commands, operations
+from . import branches, commands, operations
 from .box import Box
 from .budget import Budget
 from .faults import Faults
@@ -191,6 +191,17 @@ class Requests:
         for copy in copies:
             self._enter(connection, copy)
         return [copy.describe() for copy in copies]
+
+    def do_commit(self, connection: Connection, *, box: str) -> None:
+        branches.commit(self.box(box), self._exchange)
+        connection.session.boxes.discard(box)
+
+    def _exchange(self, parent: Box, branch: Box) -> None:
+        with self.lock, parent.tree.lock:
+            for boxes in (self.boxes, parent.tree.boxes):
+                del boxes[branch.number]
+                boxes[parent.number] = branch
+            branch.number, parent.number = parent.number, branch.number
 
     def do_processes(self, connection: Connection, *, box: str) -> list[dict[str, Any]]:
         found = self.box(box)

@@ -106,7 +106,7 @@ class Standby:
     def want(self, box: Box, node: Node, budget: Budget) -> None:
         """The sandbox is likely to go back to this checkpoint: be ready when there is time."""
         self._budget = budget
-        if self.limit and node.saved.author == box.number:
+        if self.limit and box.is_author(node.saved):
             self._tree.background.quietly(box.number, self._make, box, node)
 
     def take(self, box: Box, node: Node) -> Revived | None:

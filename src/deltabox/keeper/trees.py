@@ -434,7 +434,7 @@ class Tree:
         with ExitStack() as undo:
             spare = self.spares.take(node)
             undo.callback(self.spares.discard, spare)
-            elsewhere = node.saved.author != box.number
+            elsewhere = not box.is_author(node.saved)
             if elsewhere:
                 number = self.next_number()
                 identity.announce(spare.mount, self.owner, box.number, number, box.identity)
