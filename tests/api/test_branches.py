@@ -221,7 +221,8 @@ def test_two_race_two_hundred_times(sandbox: Sandbox) -> None:
 
             def race(branch: Branch, turn: int = turn, ready: threading.Barrier = ready) -> bool:
                 inside = probe.within(branch)
-                inside.do(f"db.execute('UPDATE t SET who = ? WHERE turn = {turn}', '{branch.name}')")
+                who = f"who = '{branch.name}' WHERE turn = {turn}"
+                inside.do(f'db.execute("UPDATE t SET {who}")')
                 inside.do("db.execute('COMMIT')")
                 ready.wait(30)
                 try:
