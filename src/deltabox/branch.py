@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 from .checkpoint import Change, Checkpoint
+from .files import StrPath
 from .sandbox import Sandbox
 
 
@@ -28,7 +31,7 @@ class Branch(Sandbox):
         super().__init__(_keeper=parent._keeper, _described=described)
         self._parent = parent
         self._name = name
-        self._committed = False
+        self._committed = self._merged = False
         self._origin = self.head
 
     @property
@@ -52,7 +55,18 @@ class Branch(Sandbox):
         """Whether its parent is it by now."""
         return self._committed
 
-    def commit(self) -> None:
+    @overload
+    def commit(self) -> None: ...
+
+    @overload
+    def commit(self, *, files_only: Literal[False]) -> None: ...
+
+    @overload
+    def commit(self, *, files_only: Literal[True], paths: Sequence[StrPath] = ...) -> list[str]: ...
+
+    def commit(
+        self, *, files_only: bool = False, paths: Sequence[StrPath] = ("/",)
+    ) -> list[str] | None:
         """Make the parent be this branch: its files, its programs, its handles.
 
         The parent's own programs end, with everything it has done since the branch was made: calls
@@ -60,11 +74,28 @@ class Branch(Sandbox):
         branch, and calls in flight on them, go on in the parent. The branch itself is closed. No
         checkpoint is taken for that, and none is lost.
 
+        files_only: bring only what the branch has changed in files, at or below `paths`, into those
+            of the parent, whose programs go on; they stand still meanwhile and see all of it at
+            once. What the parent has changed since the branch was made stays, and it may have been
+            rolled back, or be another branch by now. Returns the paths that have changed there. The
+            branch runs on; a `with` block just closes it at its end then.
+
         Raises `BranchStale` if the parent was rolled back since, or another branch committed;
-        `SandboxClosed` if it is closed; `BranchError`. The branch runs on then.
+        `MergeConflict`, with the paths of files that both have changed; `SandboxClosed` if the
+        parent is closed; `BranchError`. Nothing has changed then, and the branch runs on.
         """
+        if files_only:
+            if isinstance(paths, (str, bytes)):
+                raise TypeError("paths is a list of paths, not one string")
+            under = [os.path.normpath(f"/{os.fspath(path)}") for path in paths]
+            merged: list[str] = self._call("merge", _settle=True, under=under)
+            self._merged = True
+            return merged
+        if tuple(paths) != ("/",):
+            raise ValueError("paths are for files_only=True: programs cannot be committed in part")
         self._keeper.call("commit", _settle=True, box=self._check_open())
         self._committed = self._closed = True
+        return None
 
     def abort(self) -> None:
         """End the branch; its parent is as if it had never been. The same as `close`."""
@@ -96,7 +127,7 @@ class Branch(Sandbox):
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if kind is None and not self._closed:
+            if kind is None and not self._closed and not self._merged:
                 self.commit()
         finally:
             self.close()

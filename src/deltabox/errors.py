@@ -12,7 +12,8 @@
     ├── RollbackError            no rollback was done, the sandbox runs on
     ├── ForkError                no fork was made, the sandbox runs on
     ├── BranchError              nothing was committed, the branch and its parent run on
-    │   └── BranchStale          ... and never will be: the parent is another state by now
+    │   ├── BranchStale          ... and never will be: the parent is another state by now
+    │   └── MergeConflict        ... because the parent has changed the same files
     ├── UnknownCheckpoint        also a KeyError; no such checkpoint in this sandbox's tree
     └── NoSpace                  the engine's memory or disk budget, or the host, is exhausted
 
@@ -40,6 +41,7 @@ __all__ = [
     "DeltaBoxError",
     "ForkError",
     "HostUnsupported",
+    "MergeConflict",
     "NoSpace",
     "RollbackError",
     "RolledBack",
@@ -154,6 +156,16 @@ class BranchError(DeltaBoxError):
 
 class BranchStale(BranchError):
     """The parent was rolled back, or another branch committed, since the branch was made."""
+
+
+class MergeConflict(BranchError):
+    """The branch and its parent have changed the same files; nothing was merged."""
+
+    @property
+    def paths(self) -> list[str]:
+        """What both have changed, sorted."""
+        value: list[str] = self.attributes["paths"]
+        return value
 
 
 class UnknownCheckpoint(DeltaBoxError, KeyError):

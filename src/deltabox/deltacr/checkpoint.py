@@ -9,12 +9,13 @@ Whatever fails, the tree is thawed as it was.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TypeVar
 
@@ -160,6 +161,14 @@ def _holds(template: Template, mappings: dict[int, tuple[Vma, ...]]) -> bool:
         and held.keys() == mappings.keys()
         and all(held[p] is m for p, m in mappings.items())
     )
+
+
+@contextlib.contextmanager
+def still(live: Live) -> Iterator[None]:
+    """No program runs within the block. The caller's thread must do all of it."""
+    put_back = functools.partial(undisturbed, waits=live.waits)
+    with live.lock, freeze(live, put_back):
+        yield
 
 
 def undisturbed(frozen: Frozen, waits: Waits) -> None:

@@ -67,10 +67,13 @@ class CallerGone(Exception):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a fork of a present state began: at which sandbox, and after how many turns of it."""
+    """Where a fork of a present state began: at which sandbox, after how many turns of it, and as
+    which checkpoint.
+    """
 
     box: Box
     turns: int
+    node: str
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Box:
         self.changed = threading.Condition(threading.Lock())
         self.closing = False
         self.closed = False
-        self.replaced = False  # by a branch, which has the number now
+        self.successor: Box | None = None  # a branch that has its number now
         self.dead = False
         self.generation = 0
         self.rested: Rested | None = None
@@ -183,7 +186,7 @@ class Box:
 
     def check_replaced(self) -> None:
         """Raise if a request has come for what the sandbox no longer is."""
-        if self.replaced:
+        if self.successor is not None:
             raise RolledBack("a branch was committed into the sandbox at this moment")
 
     def check_open(self) -> None:
@@ -588,11 +591,12 @@ class Box:
             self.pump.forget(self._reports)
             self._reports = -1
 
-    def cut_off(self) -> None:
+    def cut_off(self, successor: Box) -> None:
         """A branch takes its place: end every call that waits, and have no other branch come."""
         with self.changed:
             self.turns += 1
-            self.closing = self.replaced = True
+            self.closing = True
+            self.successor = successor
             for call in self.calls.values():
                 call.rolled_back = True
             self.changed.notify_all()

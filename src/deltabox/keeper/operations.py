@@ -205,7 +205,7 @@ def fork(
                 log.error("%s: fork", box.number, exc_info=errors[0])
                 raise ForkError(f"nothing was forked: {errors[0]}") from errors[0]
             for copy, new in revived:
-                copy.origin = Origin(box, box.turns) if made else None
+                copy.origin = Origin(box, box.turns, node.number) if made else None
                 with copy.changed:
                     copy.switch(new.live, new.layer, new.handles, new.registrations, node.saved)
                 tree.adopt(copy)

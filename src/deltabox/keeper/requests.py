@@ -196,6 +196,9 @@ class Requests:
         branches.commit(self.box(box), self._exchange)
         connection.session.boxes.discard(box)
 
+    def do_merge(self, connection: Connection, *, box: str, under: list[str]) -> list[str]:
+        return branches.merge(self.box(box), under)
+
     def _exchange(self, parent: Box, branch: Box) -> None:
         with self.lock, parent.tree.lock:
             for boxes in (self.boxes, parent.tree.boxes):
