@@ -38,7 +38,8 @@ def test_every_kind_of_change(sandbox: Sandbox) -> None:
         run(
             branch,
             "echo changed > f; rm d/e/h; echo new > d/e/new; mkdir -p n/m; echo deep > n/m/file",
-            "mv old moved; echo more >> moved/a; ln -sfn d link; rmdir empty; rm pipe; mkfifo pipe2",
+            "mv old moved; echo more >> moved/a; ln -sfn d link; rmdir empty",
+            "rm pipe; mkfifo pipe2",
             "rm -r becomes-file; echo now > becomes-file",
             "rm becomes-directory; mkdir becomes-directory; echo now > becomes-directory/x",
             "chmod 4750 mode; chown 1000:33 owner; : > 'odd name\n'; chmod 1777 d",
