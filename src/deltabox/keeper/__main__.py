@@ -112,9 +112,6 @@ def keep(state: Path, *, ready: int | None) -> None:
     # what has been imported lives as long as we do: no collection needs to look at it
     gc.collect()
     gc.freeze()
-    # A checkpoint makes thousands of objects and no cycles. Looking for them again and again took
-    # a tenth of the pause of a tree with twenty processes.
-    gc.set_threshold(50_000, 20, 10)
     log.info("up: process %d", os.getpid())
     if ready is not None:
         _detach(state)
