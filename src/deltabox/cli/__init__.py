@@ -12,6 +12,7 @@ import click
 
 from deltabox.cli.demo import demo
 from deltabox.cli.doctor import doctor
+from deltabox.cli.trace import trace
 from deltabox.cli.version import version
 from deltabox.errors import DeltaBoxError
 
@@ -25,6 +26,7 @@ def cli() -> None:
 
 cli.add_command(demo)
 cli.add_command(doctor)
+cli.add_command(trace)
 cli.add_command(version)
 
 

@@ -18,6 +18,7 @@ from .events import (
     Trace,
     replay,
 )
+from .picture import LiveTree, Picture
 from .problem import Problem, State
 from .search import Budget, Found, Node, Over, Search
 from .strategies import beam, best_of, depth_first, explore, reflexion, tournament, uct
@@ -31,9 +32,11 @@ __all__ = [
     "Failed",
     "Found",
     "Listener",
+    "LiveTree",
     "Node",
     "Noted",
     "Over",
+    "Picture",
     "Problem",
     "Proposed",
     "Search",

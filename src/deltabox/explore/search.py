@@ -72,15 +72,20 @@ class Node:
     notes: tuple[Any, ...] = ()
     proposed: list[Any] | None = None
 
-    @property
-    def depth(self) -> int:
-        """How many actions have led here."""
-        return 0 if self.parent is None else self.parent.depth + 1
+    depth: int = field(init=False)  # how many actions have led here
+
+    def __post_init__(self) -> None:
+        self.depth = 0 if self.parent is None else self.parent.depth + 1
 
     @property
     def path(self) -> list[Node]:
         """The nodes from the root's child to this one."""
-        return [] if self.parent is None else [*self.parent.path, self]
+        path: list[Node] = []
+        node = self
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
 
     @property
     def actions(self) -> tuple[Any, ...]:
