@@ -94,6 +94,13 @@ def test_a_large_tree_fits() -> None:
     assert "#2999" in text, "what came last is shown"
 
 
+def test_a_deep_tree_fits() -> None:
+    picture = Picture()
+    for number in range(1, 3000):
+        picture(step(number / 10, number, number - 1, number, number))
+    assert len(shown(picture).splitlines()) < 80
+
+
 def test_live(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
     with LiveTree(console) as tree:

@@ -123,6 +123,38 @@ def test_each(
     check(sandbox, number, found, events)
 
 
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_uct_tries_everything_once(sandbox: Sandbox, number: Number, parallel: int) -> None:
+    """Without a budget it ends when there is nothing left to try."""
+    number.target = 10**9
+    seen: list[Any] = []
+    budget = Budget(parallel=parallel)
+    found = explore.uct(sandbox, number, depth=3, budget=budget, listeners=[seen.append])
+    stepped = [event for event in seen if isinstance(event, explore.Stepped)]
+    assert found.nodes == len(stepped) == 3 + 9 + 27 and found.reason == "done"
+    assert len({(event.parent, event.action) for event in stepped}) == 39
+
+
+def test_a_deep_search(sandbox: Sandbox) -> None:
+    """Many actions in a row are no problem for any part of it."""
+
+    class Deep:
+        def propose(self, state: State) -> list[int]:
+            return [state.depth]
+
+        def apply(self, state: State, action: int) -> None:
+            pass
+
+        def score(self, state: State) -> float:
+            return float(state.depth)
+
+    picture = explore.Picture()
+    budget = Budget(expansions=100)
+    found = explore.uct(sandbox, Deep(), depth=10**6, budget=budget, listeners=[picture])
+    assert found.actions == tuple(range(100))
+    picture.render()
+
+
 def test_reflexion_remembers(sandbox: Sandbox, number: Number, events: list[Any]) -> None:
     seen: list[tuple[Any, ...]] = []
 

@@ -1,7 +1,7 @@
 """A search as a tree in the terminal, while it goes on or from its trace.
 
 A tree of thousands does not fit on a screen. Shown are the way to the best node, what came last,
-and of each node's children the best few; the rest is a number.
+and of each node's children the best few, down to some depth; the rest is a number.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .events import AnyEvent, Began, Dropped, Ended, Failed, Noted, Proposed, St
 
 _SHOWN: Final = 4  # children of a node
 _WIDEST: Final = 60  # characters of an action
+_DEEPEST: Final = 24  # levels
 
 
 @dataclass(eq=False)
@@ -91,7 +92,7 @@ class Picture:
             ways = {*_way(self._best), *_way(self._latest)}
             root = self._nodes[0]
             tree = Tree(self._line(root))
-            self._add(tree, root, ways)
+            self._add(tree, root, ways, _DEEPEST)
             nodes = len(self._nodes) - 1
             each = f", {1e3 * self._overhead / nodes:.1f} ms a node of our own" if nodes else ""
             foot = (
@@ -114,14 +115,14 @@ class Picture:
             line.append(f"{node.score:.3g} ", style="bold green" if on_best else "cyan")
         return line.append(node.action, style="dim" if node.dropped and not on_best else "")
 
-    def _add(self, tree: Tree, node: _Node, ways: set[_Node]) -> None:
+    def _add(self, tree: Tree, node: _Node, ways: set[_Node], levels: int) -> None:
         ranked = sorted(node.children, key=lambda one: (one in ways, one.score), reverse=True)
         shown = set(ranked[:_SHOWN]) | (ways & set(ranked))
         for child in node.children:
             if child in shown:
                 below = tree.add(self._line(child))
-                if child in ways or len(self._nodes) <= _SHOWN**3:
-                    self._add(below, child, ways)
+                if levels > 1 and (child in ways or len(self._nodes) <= _SHOWN**3):
+                    self._add(below, child, ways, levels - 1)
                 elif child.children:
                     below.add(Text(f"{_count(child)} more", style="dim"))
         if len(ranked) > len(shown):
@@ -163,4 +164,9 @@ def _way(node: _Node) -> list[_Node]:
 
 
 def _count(node: _Node) -> int:
-    return sum(1 + _count(child) for child in node.children)
+    """How many there are below a node."""
+    count, pending = 0, list(node.children)
+    while pending:
+        count += 1
+        pending += pending.pop().children
+    return count

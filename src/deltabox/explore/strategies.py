@@ -159,12 +159,14 @@ class _Tree:
         self._visits: dict[Node, int] = {}
         self._sums: dict[Node, float] = {}
         self._untried: dict[Node, list[Any]] = {}
+        self._done: set[Node] = set()  # with nothing left to try, there or below
 
     def choose(self, count: int) -> list[tuple[Node, Any]]:
         """The next actions to do, where."""
         chosen: list[tuple[Node, Any]] = []
+        busy: set[Node] = set()  # all that can be tried there is chosen already
         while len(chosen) < count:
-            node = self._descend(self._search.root)
+            node = self._go_down(busy)
             if node is None:
                 break
             chosen.append((node, self._untried[node].pop(0)))
@@ -184,20 +186,31 @@ class _Tree:
             self._sums[at] = self._sums.get(at, 0.0) + score
             at = at.parent
 
-    def _descend(self, node: Node) -> Node | None:
-        """The node to go on at, below this one: the first with something untried."""
+    def _go_down(self, busy: set[Node]) -> Node | None:
+        """The most promising node with something untried; None if there is none just now."""
+        node: Node | None = self._search.root
+        while node is not None:
+            if self._can_try(node):
+                return node
+            below = [c for c in node.children if c not in self._done and c not in busy]
+            if below:
+                node = max(below, key=self._promise)
+                continue
+            over = all(child in self._done for child in node.children)
+            waits = len(node.children) < len(node.proposed or ())  # for what is chosen
+            (self._done if over and not waits else busy).add(node)
+            if node is self._search.root:
+                return None
+            node = node.parent
+        return None
+
+    def _can_try(self, node: Node) -> bool:
         if not node.is_open or node.depth >= self._depth:
-            return None
+            return False
         if node not in self._untried:
             (actions,) = self._search.proposals([node])
             self._untried[node] = list(actions)
-        if self._untried[node]:
-            return node
-        for child in sorted(node.children, key=self._promise, reverse=True):
-            found = self._descend(child)
-            if found is not None:
-                return found
-        return None
+        return bool(self._untried[node])
 
     def _promise(self, node: Node) -> float:
         visits = self._visits.get(node, 0)
