@@ -101,13 +101,13 @@ class Template:
         held = ((one.address, one.size) for one in self.stash.held.values())
         try:
             fd = os.open(f"/proc/{self.pid_outside}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            log.warning("a template has ended on its own")
+            try:
+                return pagemap.exclusive_bytes(fd, held)
+            finally:
+                os.close(fd)
+        except OSError as error:  # it has ended on its own; whatever it is, it has to be closed
+            log.warning("what a template's end frees is not known: %s", error)
             return 0
-        try:
-            return pagemap.exclusive_bytes(fd, held)
-        finally:
-            os.close(fd)
 
     def compile_later(self, compile: Callable[[], tuple[Sealed, First]]) -> None:
         """Have the programs compiled when somebody wants them first."""
