@@ -165,11 +165,13 @@ class Search:
         self._spent = 0
         self._numbers = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.root = Node(0, None, place=Place(sandbox.checkpoint()))
-        self.best = self.root
-        self._lanes = Lanes(sandbox, self.root.place or Place(), budget.parallel)
+        place = Place(sandbox.checkpoint())
+        self.root = Node(0, None, place=place)
+        self._leaders = [self.root]  # one of them is the best: not all can be kept, perhaps
         self._workers = ThreadPoolExecutor(budget.parallel, thread_name_prefix="search")
-        self._savers = ThreadPoolExecutor(budget.parallel, thread_name_prefix="checkpoint")
+        # as many as there may be checkpoints and rollbacks in the background at a time
+        self._savers = ThreadPoolExecutor(2 * budget.parallel, thread_name_prefix="checkpoint")
+        self._lanes = Lanes(sandbox, place, budget.parallel, self._savers)
 
     # -- what strategies do ------------------------------------------------------------------
 
@@ -185,17 +187,42 @@ class Search:
         pairs = list(wanted)
         allowed = self._reserve(len(pairs))
         made = self._each(self._step, pairs[:allowed])
-        for node in made:
-            if node.score > self.best.score and node.place is not None:
-                node.place.settle()  # or it would turn out later that there is no such state
-                if node.is_open:
-                    self.best = node
-        if self.best.score >= self._goal:
+        with self._lock:
+            self._leaders += made
+        if self.best.score >= self._goal and self._certain_best().score >= self._goal:
             raise Over("found")
         if allowed < len(pairs):
             raise Over("expansions")
         self._check()
         return made
+
+    @property
+    def best(self) -> Node:
+        """The best one so far whose state is not known to be lost; of equals the first."""
+        with self._lock:
+            return self._best()
+
+    @best.setter
+    def best(self, node: Node) -> None:
+        with self._lock:
+            self._leaders = [self.root, node]
+
+    def _best(self) -> Node:
+        """The same, and forget who is certainly worse. The lock is held."""
+        self._leaders = [node for node in self._leaders if node.is_open]
+        certain = [n for n in self._leaders if n.place is not None and n.place.settled]
+        least = max(certain, key=lambda node: node.score)
+        self._leaders = [n for n in self._leaders if n is least or n.score > least.score]
+        return max(self._leaders, key=lambda node: node.score)
+
+    def _certain_best(self) -> Node:
+        """The best one whose state is there: its checkpoint has been taken."""
+        while True:
+            best = self.best
+            assert best.place is not None
+            best.place.settle()
+            if best.is_open:
+                return best
 
     def drop(self, nodes: Iterable[Node]) -> None:
         """Give up the states of nodes that nothing will start from any more.
@@ -204,11 +231,17 @@ class Search:
         """
         for node in nodes:
             place = node.place
-            if place is None or node is self.best or node is self.root:
+            if place is None or node is self.root or self._leads(node):
                 continue
-            node.place = None
+            node.place, place.given_up = None, True
             self._savers.submit(_delete, place)
             self.tell(functools.partial(Dropped, node=node.number))
+
+    def _leads(self, node: Node) -> bool:
+        """Whether it is the best one, or may turn out to be."""
+        with self._lock:
+            self._best()
+            return node in self._leaders
 
     def note(self, nodes: Iterable[Node], text: str) -> None:
         """Tell whoever listens."""
@@ -236,7 +269,7 @@ class Search:
     def _state(self, node: Node, lane: Lane) -> State:
         path = node.path
         scores = tuple(one.score for one in path)
-        return State(lane.sandbox, node.actions, scores, node.result, node.notes)
+        return State(lane.sandbox, lane.settle, node.actions, scores, node.result, node.notes)
 
     def _propose(self, node: Node) -> list[Any]:
         if node.proposed is None:
@@ -261,8 +294,9 @@ class Search:
         try:
             if parent.place is None:
                 raise ValueError(f"node {parent.number} has been dropped")
+            asked = time.perf_counter()
             with self._lanes.use(parent.place) as lane:
-                overhead = lane.go(parent.place)
+                lane.go(parent.place)
                 lane.place = None
                 began = time.perf_counter()
                 node.result = self.call(self.problem.apply, self._state(parent, lane), action)
@@ -286,7 +320,7 @@ class Search:
                 score=node.score,
                 apply=applied - began,
                 scoring=scored - applied,
-                overhead=overhead,
+                overhead=began - asked,
             )
         )
         return node
@@ -353,7 +387,7 @@ class Search:
                 reason = "done"
             except Over as over:
                 reason = over.reason
-            self.best.checkpoint  # noqa: B018  an error here is better than one later
+            self._certain_best()
         finally:
             self._close()
             score = None if math.isinf(self.best.score) else self.best.score
