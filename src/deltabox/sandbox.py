@@ -353,17 +353,22 @@ class Sandbox:
 
     # -- states ------------------------------------------------------------------------------
 
-    def checkpoint(self, name: str | None = None) -> Checkpoint:
+    def checkpoint(self, name: str | None = None, *, reuse: bool = False) -> Checkpoint:
         """Keep the present state, files and processes at one instant. The programs run on.
 
         name: unique in the tree of sandboxes (`ValueError`).
+        reuse: when nothing has happened since the checkpoint that the sandbox stands on, its
+            `head`, give that one back instead of another one of the same state. That is for those
+            who take one after every step; reading files is no happening, starting a program is.
 
         Raises `UnsupportedState` when the sandbox holds something that could not be given back,
         `CheckpointError`, `NoSpace`; the sandbox runs on then as if nothing had been.
         """
         if name is not None and (not isinstance(name, str) or not name):
             raise ValueError(f"a checkpoint's name is a str that is not empty, not {name!r}")
-        answer = self._call("checkpoint", name=name, _settle=True)
+        if name is not None and reuse:
+            raise ValueError("a checkpoint that is there already cannot be given a name")
+        answer = self._call("checkpoint", name=name, reuse=bool(reuse), _settle=True)
         return Checkpoint(self, answer, answer["stats"])
 
     def rollback(self, checkpoint: Checkpoint | str) -> None:

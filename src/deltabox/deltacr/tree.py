@@ -272,6 +272,10 @@ class Tree:
         """
         return resting.state_of(live) if live.network.carried else None
 
+    def never_left(self, live: Live) -> bool:
+        """Whether a restored tree is found to be in the state it was restored to. As `unmoved`."""
+        return live.network.carried and resting.never_left(live, network=self.network)
+
     def close(self) -> None:
         """End what is left of the tree: all that can be, if something goes wrong."""
         with self._lock:

@@ -13,6 +13,7 @@ wanted after all has cost a rollback on another processor.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -25,29 +26,90 @@ from ..sandbox import Sandbox
 _SPARE: Final = 2  # lanes more than workers, at most
 
 
+class Holdings:
+    """How many places each checkpoint is used for: an action that changed nothing adds none."""
+
+    def __init__(self) -> None:
+        self._uses: Counter[Checkpoint] = Counter()
+        self._lock = threading.Lock()
+
+    def hold(self, checkpoint: Checkpoint) -> None:
+        """One more place needs it."""
+        with self._lock:
+            self._uses[checkpoint] += 1
+
+    def let_go(self, checkpoint: Checkpoint) -> None:
+        """One place less does; the last frees it."""
+        with self._lock:
+            self._uses[checkpoint] -= 1
+            if self._uses[checkpoint]:
+                return
+            del self._uses[checkpoint]
+        try:
+            checkpoint.delete()
+        except DeltaBoxError:
+            pass  # the policy of its tree has freed it, or the tree has been closed
+
+
 class Place:
     """A state that can be gone to: its checkpoint, or the one that is just being taken."""
 
-    def __init__(self, taken: Checkpoint | None = None) -> None:
+    def __init__(self, holdings: Holdings) -> None:
         self._future: Future[Checkpoint] = Future()
+        self._holdings = holdings
         self.given_up = False  # nothing will start here any more
-        if taken is not None:
-            self._future.set_result(taken)
 
-    def take(self, sandbox: Sandbox, executor: Executor, lost: Callable[[Exception], None]) -> None:
-        """Have the checkpoint be taken of what is in the sandbox; `lost` is told if it fails."""
+    @classmethod
+    def at(cls, checkpoint: Checkpoint, holdings: Holdings) -> Place:
+        """One whose checkpoint is there."""
+        place = cls(holdings)
+        holdings.hold(checkpoint)
+        place._future.set_result(checkpoint)
+        return place
+
+    def take(
+        self,
+        sandbox: Sandbox,
+        before: Checkpoint,
+        executor: Executor,
+        lost: Callable[[Exception], None],
+    ) -> None:
+        """Have the checkpoint be taken of what is in the sandbox; `lost` is told if it fails.
+
+        before: of the state that it was in until the last action. If nothing has happened since,
+            this place has that checkpoint, too.
+        """
+        self._holdings.hold(before)  # it may be given up at any moment
 
         def work() -> None:
             try:
-                self._future.set_result(sandbox.checkpoint())
+                taken = sandbox.checkpoint(reuse=True)
+                self._holdings.hold(taken)
+                self._future.set_result(taken)
             except Exception as error:
                 lost(error)
                 self._future.set_exception(error)
+            finally:
+                self._holdings.let_go(before)
 
         try:
             executor.submit(work)
         except RuntimeError as error:  # the search is over
+            self._holdings.let_go(before)
             self._future.set_exception(error)
+
+    def give_up(self) -> None:
+        """Free it, when it is there; one that has never come about is no error."""
+        self.settle()
+        if self.failure is None:
+            self._holdings.let_go(self.checkpoint())
+
+    def same_as(self, other: Place) -> bool:
+        """Whether both are known to be one state."""
+        if self is other:
+            return True
+        known = self.settled and other.settled and not self.failure and not other.failure
+        return known and self.checkpoint() == other.checkpoint()
 
     def checkpoint(self) -> Checkpoint:
         """Wait for it. Raises what `Sandbox.checkpoint` has raised."""
@@ -82,10 +144,14 @@ class Lane:
             self.saving.settle()
             self.saving = None
 
+    def is_at(self, place: Place) -> bool:
+        """Whether it is in this state already, perhaps while its checkpoint is being taken."""
+        return self.place is not None and self.place.same_as(place)
+
     def go(self, place: Place) -> None:
         """Bring it into a state that may be changed."""
         self.settle()
-        if self.place is not place:
+        if not self.is_at(place):
             checkpoint = place.checkpoint()
             self.place = None
             self.sandbox.rollback(checkpoint)
@@ -150,7 +216,7 @@ class Lanes:
         return self._make(self._root)
 
     def _find(self, place: Place) -> Lane | None:
-        return next((lane for lane in self._free if lane.place is place), None)
+        return next((lane for lane in self._free if lane.is_at(place)), None)
 
     def _make(self, place: Place) -> Lane:
         """A new lane that is counted already."""

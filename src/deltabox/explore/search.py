@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..checkpoint import Checkpoint
-from ..errors import DeltaBoxError
 from ..sandbox import Sandbox
 from .events import Began, Dropped, Ended, Failed, Listener, Noted, Proposed, Stepped
-from .lanes import Lane, Lanes, Place
+from .lanes import Holdings, Lane, Lanes, Place
 from .problem import Problem, State, described
 
 T = TypeVar("T")
@@ -165,7 +164,8 @@ class Search:
         self._spent = 0
         self._numbers = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        place = Place(sandbox.checkpoint())
+        self._holdings = Holdings()
+        place = Place.at(sandbox.checkpoint(), self._holdings)
         self.root = Node(0, None, place=place)
         self._leaders = [self.root]  # one of them is the best: not all can be kept, perhaps
         self._workers = ThreadPoolExecutor(budget.parallel, thread_name_prefix="search")
@@ -234,7 +234,7 @@ class Search:
             if place is None or node is self.root or self._leads(node):
                 continue
             node.place, place.given_up = None, True
-            self._savers.submit(_delete, place)
+            self._savers.submit(place.give_up)
             self.tell(functools.partial(Dropped, node=node.number))
 
     def _leads(self, node: Node) -> bool:
@@ -260,7 +260,7 @@ class Search:
         """A state to look at."""
         assert node.place is not None
         with self._lanes.use(node.place) as lane:
-            if lane.place is not node.place:
+            if not lane.is_at(node.place):
                 lane.go(node.place)
             yield self._state(node, lane)
 
@@ -295,8 +295,9 @@ class Search:
             if parent.place is None:
                 raise ValueError(f"node {parent.number} has been dropped")
             asked = time.perf_counter()
-            with self._lanes.use(parent.place) as lane:
-                lane.go(parent.place)
+            here = parent.place
+            with self._lanes.use(here) as lane:
+                lane.go(here)
                 lane.place = None
                 began = time.perf_counter()
                 node.result = self.call(self.problem.apply, self._state(parent, lane), action)
@@ -305,10 +306,10 @@ class Search:
                 scored = time.perf_counter()
                 if math.isnan(score):
                     raise ValueError("the score is not a number")
-                lane.place = lane.saving = node.place = Place()
+                lane.place = lane.saving = node.place = Place(self._holdings)
                 node.score = score
                 lost = functools.partial(self._lost, node, about)
-                node.place.take(lane.sandbox, self._savers, lost)
+                node.place.take(lane.sandbox, here.checkpoint(), self._savers, lost)
         except Exception as error:
             node.error = f"{type(error).__name__}: {error}"
             self.tell(functools.partial(Failed, **about, error=node.error))
@@ -412,18 +413,10 @@ class Search:
             pending += node.children
             if node not in kept and node.place is not None:
                 place, node.place = node.place, None
-                _delete(place)
+                place.give_up()
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 async def _awaited(made: Any) -> Any:
     return await made
-
-
-def _delete(place: Place) -> None:
-    """Free a state; one that has never come about is no error."""
-    try:
-        place.checkpoint().delete()
-    except DeltaBoxError:
-        pass
