@@ -179,10 +179,12 @@ class Tree:
             self.boxes[box.number] = box
 
     def remove(self, box: Box) -> bool:
-        """Take a closed sandbox out; whether it was the last one."""
+        """Take a closed sandbox out; whether it was the last one.
+
+        Not one whose place a branch has taken, which may end after the branch.
+        """
         with self.lock:
-            self.boxes.pop(box.number, None)
-            last = not self.boxes
+            last = self.boxes.pop(box.number, None) is not None and not self.boxes
             gone = [] if last else self._surplus()
         self._free_later(gone)
         return last
