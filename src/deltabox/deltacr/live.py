@@ -88,6 +88,7 @@ class Live:
         self.improving = False  # somebody is about to make a better one
         self.spaces: dict[int, Space] = {}  # by host pid
         self.sharing = sharing  # its shared memory
+        self.shared: tuple[str, ...] = ()  # directories that are no part of its state
         self.released = False
         self.ahead = Ahead()
         self._world: Questions | None = None

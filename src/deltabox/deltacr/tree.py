@@ -78,6 +78,7 @@ class Tree:
         self.network = network
         self.on_external = on_external
         self.reference = -1  # a root over the base alone, which nobody writes to
+        self.shared: tuple[str, ...] = ()  # directories that are no part of a sandbox's state
         self.base = -1  # a descriptor of the base's root, once the keeper has mounted it
         # whether so many bytes may be taken for what nobody has asked for yet
         self.has_room: Callable[[int], bool] = lambda size: True
@@ -354,6 +355,7 @@ class Tree:
                 slot=slot,
                 sharing=Sharing(self._pages),
             )
+            live.shared = self.shared
             try:
                 live.peer.answer(run)
                 live.attach(self._world)

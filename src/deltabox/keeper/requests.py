@@ -95,6 +95,7 @@ class Requests:
         on_external: str,
         io_uring: bool,
         standby: int,
+        shared: list[str],
         max_memory: int | None,
         max_disk: int | None,
         keep: dict[str, Any],
@@ -135,6 +136,7 @@ class Requests:
                 budget=self.budget,
                 policy=rebuilt(keep),
                 standby=standby,
+                shared=shared,
             )
             try:
                 box = tree.boot(hostname)

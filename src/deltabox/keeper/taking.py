@@ -161,6 +161,8 @@ def take(
         with box.kept_steady(wait=go_on is None):
             if go_on is not None and not go_on():
                 raise Busy
+            if tree.commons is not None:
+                tree.commons.check(box.live.root)
             externals = box.hold()
             try:
                 template, saved = tree.engine.checkpoint(
