@@ -74,15 +74,15 @@ def test_the_checker_is_content_with_atari(make: Make) -> None:
 
 
 def test_it_says_the_same_as_outside_of_a_sandbox(make: Make) -> None:
-    here = gymnasium.make(PHYSICS)
-    there = make(PHYSICS)
+    here = gymnasium.make(ATARI)
+    there = make(ATARI)
     assert there.observation_space == here.observation_space
     assert there.action_space == here.action_space
     assert here.spec is not None and there.spec is not None
     assert there.spec.max_episode_steps == here.spec.max_episode_steps
     assert there.metadata["render_fps"] == here.metadata["render_fps"]
     assert "human" not in there.metadata["render_modes"]
-    assert str(there) == f"<LiveEnv<{PHYSICS}>>"
+    assert str(there) == "<LiveEnv<ALE/Breakout-v5>>"
     assert bits(there.reset(seed=3)) == bits(here.reset(seed=3))
     for _ in range(STEPS):
         action = here.action_space.sample()

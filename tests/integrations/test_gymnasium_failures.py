@@ -24,6 +24,13 @@ from .conftest import Make, Place
 WAITED = 20.0  # seconds; for what takes a fraction of one
 
 
+@pytest.fixture
+def sandbox_of_ours(place: Place) -> Iterator[Sandbox]:
+    """A sandbox that is given to an environment."""
+    with place.sandbox.fork() as sandbox:
+        yield sandbox
+
+
 def wait_for(sandbox: Sandbox, path: str) -> None:
     deadline = time.monotonic() + WAITED
     while not sandbox.files.exists(path):
@@ -168,11 +175,10 @@ def test_a_step_that_takes_too_long(make: Make) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own", "given"])
-def test_close_cuts_off_a_call(make: Make, own: bool) -> None:
-    env = make(entry_point="environments:Slow")
+def test_close_cuts_off_a_call(sandbox_of_ours: Sandbox, make: Make, own: bool) -> None:
+    where = {} if own else {"sandbox": sandbox_of_ours}
+    env = make(entry_point="environments:Slow", **where)
     env.reset()
-    if own:
-        env = env.fork()[0]
     caught: list[BaseException] = []
 
     def step() -> None:
@@ -190,15 +196,14 @@ def test_close_cuts_off_a_call(make: Make, own: bool) -> None:
     assert isinstance(caught[0], SandboxClosed if own else EnvironmentDied)
 
 
-def test_after_close(make: Make) -> None:
-    env = make("CartPole-v1")
+def test_after_close(sandbox_of_ours: Sandbox, make: Make) -> None:
+    env = make("CartPole-v1", sandbox=sandbox_of_ours)
     env.reset()
     state = env.clone_state()
     child = env.fork()[0]
-    before = len(env.sandbox.processes())
     env.close()
     env.close()
-    assert len(env.sandbox.processes()) < before
+    assert env.sandbox.processes() == []
     assert not env.sandbox.closed  # it was given
     assert env.sandbox.run("ls /tmp").stdout == ""
     with pytest.raises(ClosedEnvironmentError, match="CartPole-v1 is closed"):
@@ -215,12 +220,12 @@ def test_after_close(make: Make) -> None:
         child.reset()
 
 
-def test_an_environment_that_is_helped_to_its_end(make: Make) -> None:
-    env = make(entry_point="environments:Accounts")
+def test_an_environment_is_asked_to_close_what_it_has(sandbox_of_ours: Sandbox, make: Make) -> None:
+    env = make(entry_point="environments:Accounts", sandbox=sandbox_of_ours)
     env.reset()
-    before = len(env.sandbox.processes())
+    assert len(sandbox_of_ours.processes()) == 2
     env.close()
-    assert len(env.sandbox.processes()) == before - 2
+    assert sandbox_of_ours.processes() == []
 
 
 def test_nothing_is_left_of_forks_that_failed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,15 +247,14 @@ def test_nothing_is_left_of_forks_that_failed(make: Make, monkeypatch: pytest.Mo
     env.step(0)
 
 
-def test_no_python_and_no_gymnasium_inside(place: Place, make: Make) -> None:
+def test_no_python_and_no_gymnasium_inside(sandbox_of_ours: Sandbox, make: Make) -> None:
     with pytest.raises(FileNotFoundError, match=r"'/nowhere/python'.*Pass python="):
-        make("CartPole-v1", python="/nowhere/python")
-    with place.sandbox.fork() as sandbox:
-        bare = f'#!/bin/sh\nexec {PYTHON} -I -S "$@"\n'
-        sandbox.files.write("/opt/bare", bare.encode(), mode=0o755)
-        with pytest.raises(ModuleNotFoundError, match=r"has no (numpy|gymnasium)\. .*Pass python="):
-            make("CartPole-v1", python="/opt/bare", sandbox=sandbox)
-        assert sandbox.processes() == []
+        make("CartPole-v1", python="/nowhere/python", sandbox=sandbox_of_ours)
+    bare = f'#!/bin/sh\nexec {PYTHON} -I -S "$@"\n'
+    sandbox_of_ours.files.write("/opt/bare", bare.encode(), mode=0o755)
+    with pytest.raises(ModuleNotFoundError, match=r"has no (numpy|gymnasium)\. .*Pass python="):
+        make("CartPole-v1", python="/opt/bare", sandbox=sandbox_of_ours)
+    assert sandbox_of_ours.processes() == []
 
 
 def test_wrong_arguments(make: Make) -> None:
