@@ -1,8 +1,9 @@
 """Gymnasium environments that go back in time: what a state, a way back and a fork cost.
 
 For each environment: one step's round trip; `clone_state` after a step; `restore_state`, and that
-with the step after it, when a restored process first touches its memory; `fork(8)` until each of the eight has done a step. *Idle* leaves 150 ms before each, as a model that thinks does;
-*back to back* leaves nothing. Each return is checked: the step after it must say the same.
+with the step after it, when a restored process first touches its memory; `fork(8)` until each of
+the eight has done a step. *Idle* leaves 150 ms before each, as a model that thinks does; *back to
+back* leaves nothing. Each return is checked: the step after it must say the same.
 
     python bench/live_env.py [--python PATH] [--json out.json] [ENVIRONMENT ...]
 

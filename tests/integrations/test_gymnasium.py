@@ -154,8 +154,8 @@ def test_code_and_wrappers_inside(make: Make) -> None:
     ("id", "returns"),
     [
         (CARTPOLE, 100),
-        (ATARI, 15),
-        (PHYSICS, 15),
+        (ATARI, 10),
+        (PHYSICS, 10),
         pytest.param(ATARI, 100, marks=pytest.mark.full),
         pytest.param(PHYSICS, 100, marks=pytest.mark.full),
     ],
@@ -269,6 +269,20 @@ def test_a_deep_copy_is_a_fork_with_its_wrappers(make: Make) -> None:
         assert play(twin) == play(env)
     with pytest.raises(TypeError):
         copy.copy(env.unwrapped)
+
+
+def test_another_one_of_the_same_kind(place: Place, make: Make) -> None:
+    with place.sandbox.fork() as sandbox:
+        env = make(CARTPOLE, sandbox=sandbox, max_episode_steps=7)
+        with env.fork()[0] as child:
+            for one in (env, child):
+                assert one.spec is not None
+                with one.spec.make() as again:
+                    live = again.unwrapped
+                    assert isinstance(live, LiveEnv)
+                    assert live.sandbox is one.sandbox
+                    assert again.reset(seed=1)[0] in live.observation_space
+                assert len(one.sandbox.processes()) == 1
 
 
 def test_forks_as_a_vector(make: Make) -> None:

@@ -218,7 +218,10 @@ class Program:
         if not line.endswith(b"\n"):
             raise self._died(request)
         try:
-            return _decode(from_line(line))
+            answer = _decode(from_line(line))
+            if len(answer) < 3:
+                raise msgspec.ValidationError(f"{len(answer)} parts instead of at least 3")
+            return answer
         except (msgspec.MsgspecError, RecursionError) as error:
             raise self._nonsense(request, error) from error
 

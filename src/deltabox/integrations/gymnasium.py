@@ -284,7 +284,10 @@ class LiveEnv(gymnasium.Env[Any, Any]):
         made.observation_space = copy.deepcopy(self.observation_space)
         made.metadata = copy.deepcopy(self.metadata)
         if self.spec is not None:
-            made.spec = replace(self.spec)
+            again = self.spec.entry_point
+            if isinstance(again, partial) and again.keywords["sandbox"] is not None:
+                again = partial(again, sandbox=sandbox)  # where its own copy would live
+            made.spec = replace(self.spec, entry_point=again)
         made._recall(state)
         return made
 
