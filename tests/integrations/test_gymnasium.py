@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import gymnasium
-import msgspec
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
@@ -20,6 +19,7 @@ from gymnasium.wrappers import TimeLimit
 
 from deltabox import Sandbox, UnknownCheckpoint
 from deltabox.integrations import gymnasium as integration
+from deltabox.integrations._lines import to_line
 from deltabox.integrations._values import lower
 from deltabox.integrations.gymnasium import LiveEnv, LiveState
 
@@ -33,7 +33,7 @@ PHYSICS = "BipedalWalker-v3"
 
 def bits(value: Any) -> bytes:
     """All of a value, to the last bit and type."""
-    return msgspec.msgpack.encode(lower(value))
+    return to_line(lower(value))
 
 
 def play(env: Any, steps: int = STEPS) -> list[bytes]:

@@ -1,6 +1,6 @@
 """The program that runs inside the sandbox and holds a gymnasium environment.
 
-It is sent in, as text, with `_msgpack.py`, `_values.py` and `_spaces.py` (see `_program.py`), so
+It is sent in, as text, with `_lines.py`, `_values.py` and `_spaces.py` (see `_program.py`), so
 nothing of DeltaBox has to be installed there. It reads a request, does it, answers, and waits for
 the next: between two requests everything is at rest, and nothing is on its way.
 
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import gymnasium
 
-from ._msgpack import from_line, pack, to_line, unpack
+from ._lines import from_line, to_line
 from ._spaces import described
 from ._values import NotData, lift, lower
 
@@ -34,13 +34,13 @@ def main(requests: BinaryIO, answers: BinaryIO) -> None:
     os.register_at_fork(after_in_child=lambda: _let_go(requests, answers))
     held = Held()
     for line in requests:
-        number, name, arguments = unpack(from_line(line))
+        number, name, arguments = from_line(line)
         try:
             answer = [number, "ok", getattr(held, name)(*lift(arguments))]
         except BaseException as error:  # SystemExit too: what an environment raises is told
             answer = [number, "error", *_told(error)]
         _shorten_log()
-        answers.write(to_line(pack(answer)))
+        answers.write(to_line(answer))
         answers.flush()
         if name == "close":
             return

@@ -1,6 +1,6 @@
 """The host's end of the program that holds an environment (`_environment.py`).
 
-A request and its answer are a line each, msgpack in it: no pickle, so that what runs inside cannot
+A request and its answer are a line each (`_lines.py`): no pickle, so that what runs inside cannot
 run anything here. Each request has a number and its answer says it. A caller who is interrupted, or
 whose time is over, leaves an answer behind that will come; the next request drops it. There is
 nothing else to be remembered here, so a rollback cannot make it wrong.
@@ -16,15 +16,13 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any, Final
 
-import msgspec
-
 from ..errors import CommandTimeout, DeltaBoxError
 from ..process import BytesProcess
 from ..sandbox import Sandbox
-from ._msgpack import from_line, to_line
+from ._lines import from_line, to_line
 from ._values import NotData, lift, lower
 
-PARTS: Final = ("_msgpack", "_values", "_spaces", "_environment")  # each needs only those before
+PARTS: Final = ("_lines", "_values", "_spaces", "_environment")  # each needs only those before
 TAIL: Final = 2000  # characters of what was printed, for an error
 LOOK: Final = 1.0  # seconds; so often a program that does not answer is looked at
 TO_END: Final = 5.0  # seconds a program has to end by itself
@@ -54,9 +52,6 @@ WHERE: Final = (
     "another mount. Pass python= a Python that is inside and has gymnasium and numpy, or "
     "env={'PYTHONPATH': ...}, or sandbox= one in which they were installed (docs/gymnasium.md)"
 )
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[Any]).decode
 
 
 class EnvironmentFailed(DeltaBoxError):
@@ -138,7 +133,7 @@ class Program:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         number = self._asked + 1
-        line = to_line(_encode([number, request, lower(arguments)]))
+        line = to_line([number, request, lower(arguments)])
         self._asked = number
         self._at_rest = False
         try:
@@ -218,11 +213,11 @@ class Program:
         if not line.endswith(b"\n"):
             raise self._died(request)
         try:
-            answer = _decode(from_line(line))
-            if len(answer) < 3:
-                raise msgspec.ValidationError(f"{len(answer)} parts instead of at least 3")
+            answer = from_line(line)
+            if not isinstance(answer, list) or len(answer) < 3:
+                raise ValueError("no list of three")
             return answer
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise self._nonsense(request, error) from error
 
     def _nonsense(self, request: str, error: Exception) -> EnvironmentFailed:
