@@ -5,9 +5,10 @@ remembers which node's state it is in, so that a step from where it stands needs
 
 What a step needs of us is done while others work, or the model thinks. The checkpoint of a new
 state is taken beside whatever comes next. And there are a few lanes more than workers: whoever
-takes one for a state has another brought there, because what follows an action mostly is another
-one from the same state. Strategies need not say what they are going to do; the lane that was not
-wanted after all has cost a rollback on another processor.
+takes one for a state has others brought to where the next steps will start, as far as the strategy
+knows, or else to the same state again. One that was not wanted after all has cost a rollback on
+another processor. Who only wants to look, as the model does, takes a lane when it does look: it may
+think first, or not look at all.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
 from typing import Final
 
 from ..checkpoint import Checkpoint
 from ..errors import DeltaBoxError
 from ..sandbox import Sandbox
 
-_SPARE: Final = 2  # lanes more than workers, at most
+SPARE: Final = 2  # lanes more than workers, at most
 
 
 class Holdings:
@@ -138,16 +140,12 @@ class Lane:
         self.sandbox = sandbox
         self.place: Place | None = place
         self.saving: Place | None = None  # whose checkpoint is being taken in it
-        self.waited = 0.0  # seconds that were spent on that, ever
 
     def settle(self) -> None:
         """Wait until its state may be changed."""
-        saving = self.saving
-        if saving is not None:
-            began = time.perf_counter()
-            saving.settle()
+        if self.saving is not None:
+            self.saving.settle()
             self.saving = None
-            self.waited += time.perf_counter() - began
 
     def is_at(self, place: Place) -> bool:
         """Whether it is in this state already, perhaps while its checkpoint is being taken."""
@@ -177,7 +175,7 @@ class Lanes:
         self._sandbox = sandbox
         self._root = root
         self._executor = executor
-        self._spare = min(workers, _SPARE)
+        self._spare = SPARE
         self._left = workers + self._spare
         self._free: list[Lane] = []  # who has been free for the longest first
         self._bound: list[Place] = []  # where lanes are being brought
@@ -186,10 +184,14 @@ class Lanes:
         self._closed = False
 
     @contextmanager
-    def use(self, place: Place) -> Iterator[Lane]:
-        """A lane for one caller: one that is in this state already, if there is one."""
+    def use(self, place: Place, then: Sequence[Place] = ()) -> Iterator[Lane]:
+        """A lane for one caller: one that is in this state already, if there is one.
+
+        then: where somebody is likely to need one next.
+        """
         lane = self._take(place)
-        self._bring(place)
+        for likely in then:
+            self.bring(likely)
         try:
             yield lane
         except BaseException:
@@ -238,7 +240,7 @@ class Lanes:
             lane.sandbox.close()
         return lane
 
-    def _bring(self, place: Place) -> None:
+    def bring(self, place: Place) -> None:
         """Have a lane that nobody uses be brought to a state, in the background."""
         with self._changed:
             if self._closed or place in self._bound or len(self._bound) >= self._spare:
@@ -291,5 +293,42 @@ class Lanes:
             self._closed = True
             lanes = list(self._all)
             self._changed.notify_all()
-        for lane in lanes:
-            lane.sandbox.close()
+        with ThreadPoolExecutor(len(lanes) or 1) as closing:
+            list(closing.map(lambda lane: lane.sandbox.close(), lanes))
+
+
+class Visit:
+    """A state to look at, for which a lane is taken when somebody does look."""
+
+    def __init__(self, lanes: Lanes, place: Place, then: Sequence[Place]) -> None:
+        self._lanes = lanes
+        self._place = place
+        self._then = then
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+        self._lane: Lane | None = None
+        self.waited = 0.0  # seconds
+
+    def sandbox(self) -> Sandbox:
+        """A sandbox in that state, whose checkpoint has been taken."""
+        with self._lock:
+            if self._lane is None:
+                began = time.perf_counter()
+                lane = self._stack.enter_context(self._lanes.use(self._place))
+                lane.go(self._place)
+                self._lane = lane
+                self.waited = time.perf_counter() - began
+            return self._lane.sandbox
+
+    def __enter__(self) -> Visit:
+        for place in (self._place, *self._then):
+            self._lanes.bring(place)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)

@@ -23,8 +23,7 @@ class State:
     What `apply` and `score` do in its sandbox becomes part of it.
     """
 
-    _sandbox: Sandbox = field(repr=False)
-    _settle: Callable[[], None] = field(repr=False)
+    _sandbox: Callable[[], Sandbox] = field(repr=False)
     actions: tuple[Any, ...]  # that have led here from the root
     scores: tuple[float, ...]  # of the states on the way, this one's last; the root has none
     result: Any = None  # what the last `apply` returned
@@ -34,12 +33,12 @@ class State:
     def sandbox(self) -> Sandbox:
         """A sandbox in that state, to be used in every way but closed, rolled back or committed.
 
-        While the state's checkpoint is still being taken, this waits for it. A program that was
-        just being asked something would be kept with the answer on its way otherwise, and whoever
-        goes back there would read an answer to a question of somebody else's.
+        One is brought into the state when `propose` first asks for it, if none is; while the
+        state's checkpoint is still being taken, that is waited for. A program that was just being
+        asked something would be kept with the answer on its way otherwise, and whoever goes back
+        there would read an answer to a question of somebody else's.
         """
-        self._settle()
-        return self._sandbox
+        return self._sandbox()
 
     @property
     def depth(self) -> int:

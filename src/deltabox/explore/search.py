@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from ..checkpoint import Checkpoint
 from ..sandbox import Sandbox
 from .events import Began, Dropped, Ended, Failed, Listener, Noted, Proposed, Stepped
-from .lanes import Holdings, Lane, Lanes, Place
+from .lanes import SPARE, Holdings, Lanes, Place, Visit
 from .problem import Problem, State, described
 
 T = TypeVar("T")
@@ -165,28 +165,34 @@ class Search:
         self._numbers = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._holdings = Holdings()
-        place = Place.at(sandbox.checkpoint(), self._holdings)
+        place = Place.at(sandbox.checkpoint(reuse=True), self._holdings)
         self.root = Node(0, None, place=place)
         self._leaders = [self.root]  # one of them is the best: not all can be kept, perhaps
         self._workers = ThreadPoolExecutor(budget.parallel, thread_name_prefix="search")
         # as many as there may be checkpoints and rollbacks in the background at a time
-        self._savers = ThreadPoolExecutor(2 * budget.parallel, thread_name_prefix="checkpoint")
+        most = budget.parallel + SPARE
+        self._savers = ThreadPoolExecutor(most, thread_name_prefix="checkpoint")
         self._lanes = Lanes(sandbox, place, budget.parallel, self._savers)
 
     # -- what strategies do ------------------------------------------------------------------
 
     def proposals(self, nodes: Iterable[Node]) -> list[list[Any]]:
         """The actions that there are at each node; asked once for each."""
-        return self._each(self._propose, nodes)
+        where = list(nodes)
+        return self._each(self._propose, where, where)
 
-    def steps(self, wanted: Iterable[tuple[Node, Any]]) -> list[Node]:
+    def steps(self, wanted: Iterable[tuple[Node, Any]], *, then: Sequence[Node] = ()) -> list[Node]:
         """Do each action at its node; the new nodes, in that order. Failed ones have an `error`.
+
+        then: where the next steps are likely to start. It need not be right: sandboxes are brought
+            there meanwhile.
 
         Raises `Over` when the budget is used up, or the goal reached, by then.
         """
         pairs = list(wanted)
         allowed = self._reserve(len(pairs))
-        made = self._each(self._step, pairs[:allowed])
+        where = [node for node, _ in pairs[:allowed]]
+        made = self._each(self._step, pairs[:allowed], [*where, *then])
         with self._lock:
             self._leaders += made
         if self.best.score >= self._goal and self._certain_best().score >= self._goal:
@@ -258,48 +264,38 @@ class Search:
     @contextmanager
     def at(self, node: Node) -> Iterator[State]:
         """A state to look at."""
-        with self._lane_at(node) as lane:
-            yield self._state(node, lane)
-
-    @contextmanager
-    def _lane_at(self, node: Node) -> Iterator[Lane]:
-        """A sandbox in a node's state, of which the checkpoint may still be being taken."""
         assert node.place is not None
-        with self._lanes.use(node.place) as lane:
-            if not lane.is_at(node.place):
-                lane.go(node.place)
-            yield lane
+        with Visit(self._lanes, node.place, ()) as visit:
+            yield self._state(node, visit.sandbox)
 
     # -- one node ----------------------------------------------------------------------------
 
-    def _state(self, node: Node, lane: Lane) -> State:
-        path = node.path
-        scores = tuple(one.score for one in path)
-        return State(lane.sandbox, lane.settle, node.actions, scores, node.result, node.notes)
+    def _state(self, node: Node, sandbox: Callable[[], Sandbox]) -> State:
+        scores = tuple(one.score for one in node.path)
+        return State(sandbox, node.actions, scores, node.result, node.notes)
 
-    def _propose(self, node: Node) -> list[Any]:
+    def _propose(self, node: Node, then: Sequence[Place]) -> list[Any]:
         if node.proposed is None:
-            if not node.is_open:
+            place = node.place
+            if place is None or not node.is_open:
                 return []
-            asked = time.perf_counter()
-            with self._lane_at(node) as lane:
-                began, waited = time.perf_counter(), lane.waited
-                state = self._state(node, lane)
+            with Visit(self._lanes, place, then) as visit:
+                began = time.perf_counter()
+                state = self._state(node, visit.sandbox)
                 node.proposed = list(self.call(self.problem.propose, state))
                 took = time.perf_counter() - began
-                waited = lane.waited - waited
             self.tell(
                 functools.partial(
                     Proposed,
                     node=node.number,
                     actions=[described(action) for action in node.proposed],
-                    seconds=took - waited,
-                    overhead=began - asked + waited,
+                    seconds=took - visit.waited,
+                    overhead=visit.waited,
                 )
             )
         return node.proposed
 
-    def _step(self, pair: tuple[Node, Any]) -> Node:
+    def _step(self, pair: tuple[Node, Any], then: Sequence[Place]) -> Node:
         parent, action = pair
         with self._lock:
             self._numbers += 1
@@ -312,13 +308,16 @@ class Search:
                 raise ValueError(f"node {parent.number} has been dropped")
             asked = time.perf_counter()
             here = parent.place
-            with self._lanes.use(here) as lane:
+            with self._lanes.use(here, then or [here]) as lane:  # mostly here again
                 lane.go(here)
                 lane.place = None
+                sandbox = lane.sandbox
                 began = time.perf_counter()
-                node.result = self.call(self.problem.apply, self._state(parent, lane), action)
+                node.result = self.call(
+                    self.problem.apply, self._state(parent, lambda: sandbox), action
+                )
                 applied = time.perf_counter()
-                score = float(self.call(self.problem.score, self._state(node, lane)))
+                score = float(self.call(self.problem.score, self._state(node, lambda: sandbox)))
                 scored = time.perf_counter()
                 if math.isnan(score):
                     raise ValueError("the score is not a number")
@@ -349,8 +348,15 @@ class Search:
 
     # -- many --------------------------------------------------------------------------------
 
-    def _each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        futures = [self._workers.submit(work, item) for item in items]
+    def _each(
+        self, work: Callable[[T, Sequence[Place]], R], items: Sequence[T], where: Sequence[Node]
+    ) -> list[R]:
+        """Work on each, in parallel; `where` says at which node, and goes on with likely ones."""
+        futures = []
+        for index, item in enumerate(items):
+            coming = where[index + self.budget.parallel :][:SPARE]
+            places = [node.place for node in coming if node.place is not None]
+            futures.append(self._workers.submit(work, item, places))
         return [future.result() for future in futures]
 
     def _reserve(self, wanted: int) -> int:
@@ -423,13 +429,15 @@ class Search:
         self._lanes.close()
         self._workers.shutdown(wait=True)
         kept = {self.best, self.root}
-        pending = [self.root]
+        pending, places = [self.root], []
         while pending:
             node = pending.pop()
             pending += node.children
             if node not in kept and node.place is not None:
-                place, node.place = node.place, None
-                place.give_up()
+                places.append(node.place)
+                node.place = None
+        with ThreadPoolExecutor(self.budget.parallel + SPARE) as freeing:
+            list(freeing.map(Place.give_up, places))
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
 

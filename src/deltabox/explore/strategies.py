@@ -142,7 +142,7 @@ def uct(
     def strategy(search: Search) -> None:
         tree = _Tree(search, depth, exploration)
         while wanted := tree.choose(search.budget.parallel):
-            for node in search.steps(wanted):
+            for node in search.steps(wanted, then=tree.likely):
                 tree.learn(node)
 
     settings = {"depth": depth, "exploration": exploration}
@@ -160,6 +160,7 @@ class _Tree:
         self._sums: dict[Node, float] = {}
         self._untried: dict[Node, list[Any]] = {}
         self._done: set[Node] = set()  # with nothing left to try, there or below
+        self.likely: list[Node] = []  # where the next would be chosen if these bring nothing
 
     def choose(self, count: int) -> list[tuple[Node, Any]]:
         """The next actions to do, where."""
@@ -171,6 +172,8 @@ class _Tree:
                 break
             chosen.append((node, self._untried[node].pop(0)))
             self._visit(node, 0.0)  # until it is known
+        likely = self._look_ahead(busy)
+        self.likely = [] if likely is None else [likely]
         for node, _ in chosen:
             self._visit(node, 0.0, -1)
         return chosen
@@ -203,6 +206,17 @@ class _Tree:
                 return None
             node = node.parent
         return None
+
+    def _look_ahead(self, busy: set[Node]) -> Node | None:
+        """As `_go_down`, but without asking for proposals; busy is what is chosen already."""
+        node = self._search.root
+        while True:
+            if node.is_open and node.depth < self._depth and self._untried.get(node, [None]):
+                return node
+            below = [c for c in node.children if c not in self._done and c not in busy]
+            if not below:
+                return None
+            node = max(below, key=self._promise)
 
     def _can_try(self, node: Node) -> bool:
         if not node.is_open or node.depth >= self._depth:
