@@ -51,6 +51,12 @@ class Place:
         self._future.exception()
 
     @property
+    def taken(self) -> Checkpoint | None:
+        """Its checkpoint, if there is one by now."""
+        done = self._future.done() and self._future.exception() is None
+        return self._future.result() if done else None
+
+    @property
     def failure(self) -> BaseException | None:
         """Why there is no checkpoint, if that is known."""
         return self._future.exception() if self._future.done() else None

@@ -1,0 +1,1 @@
+"""DeltaBox for other libraries; each module needs its extra."""
