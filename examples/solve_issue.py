@@ -33,6 +33,7 @@ from deltabox import Process, Sandbox, explore
 from deltabox.errors import DeltaBoxError
 from deltabox.explore import Budget, Found, State
 
+KEYS = {"ANTHROPIC_API_KEY": "anthropic", "OPENAI_API_KEY": "openai"}
 PROPOSALS = 5
 DEPTH = 6
 EXPLORATION = 0.4
@@ -146,17 +147,23 @@ def search(
 
 def chosen(*, scripted: bool, name: str | None, url: str | None, seed: int, think: float) -> Model:
     """The model that the options and the environment ask for."""
-    from issue import asked
-
-    key = next((key for key in asked.KEYS if os.environ.get(key)), None)
+    key = next((key for key in KEYS if os.environ.get(key)), None)
     if scripted or (key is None and name is None and url is None):
         return Scripted(seed=seed, seconds=think)
     if key is None:
         raise click.UsageError(
-            f"a real model needs its key in the environment: {' or '.join(asked.KEYS)}; "
+            f"a real model needs its key in the environment: {' or '.join(KEYS)}; "
             f"without --model and --url, or with --scripted, a stand-in is asked"
         )
-    return asked.Asked(asked.KEYS[key], os.environ[key], name=name, url=url)
+    try:
+        from issue.asked import Asked
+    except ImportError as error:  # who has no key needs no httpx
+        raise click.ClickException(f"{error}: pip install 'deltabox[swe]'") from error
+    return Asked(KEYS[key], os.environ[key], name=name, url=url)
+
+
+_TRACE = "Where to write the search down; by default beside what was fetched."
+_CACHE = "Where fetched packages are; by default .cache/examples of the checkout."
 
 
 @click.command()
@@ -168,8 +175,8 @@ def chosen(*, scripted: bool, name: str | None, url: str | None, seed: int, thin
 @click.option("--expansions", default=120, show_default=True, help="The most actions.")
 @click.option("--seconds", default=1800.0, show_default=True, help="The longest time.")
 @click.option("--parallel", default=2, show_default=True, help="Sandboxes at a time.")
-@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="Where to.")
-@click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help="What was fetched.")
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help=_TRACE)
+@click.option("--cache", type=click.Path(file_okay=False, path_type=Path), help=_CACHE)
 @click.option("--fetch", is_flag=True, help="Only fetch the library.")
 def main(
     *,

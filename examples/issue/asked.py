@@ -24,7 +24,6 @@ from .library import ISSUE, WHERE
 RETRIES: Final = 4
 PATIENCE: Final = 180.0  # seconds for one answer
 LONGEST: Final = 60.0  # seconds between two tries
-KEYS: Final = {"ANTHROPIC_API_KEY": "anthropic", "OPENAI_API_KEY": "openai"}
 _WHERE: Final = {
     "anthropic": ("ANTHROPIC_BASE_URL", "https://api.anthropic.com", "claude-sonnet-4-5"),
     "openai": ("OPENAI_BASE_URL", "https://api.openai.com/v1", "gpt-5-mini"),

@@ -324,6 +324,15 @@ def test_what_cannot_be_kept(mini: Mini) -> None:
         assert run(environment, "ls") == ""
 
 
+@pytest.mark.full
+def test_the_patch_can_always_be_had(mini: Mini) -> None:
+    with mini.Environment(cwd="/srv", keep=1) as environment:
+        for n in range(4):
+            run(environment, f"echo {n} >> a")
+        start = environment.steps[0].checkpoint
+        assert "+0\n+1\n+2\n+3\n" in environment.sandbox.patch(start, under="/srv")
+
+
 # -- agents ------------------------------------------------------------------------------------
 
 

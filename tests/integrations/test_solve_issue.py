@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 from issue import library
-from issue.asked import KEYS, Asked, ModelError
+from issue.asked import Asked, ModelError
 from issue.scripted import EDITS, LOOKS
+from solve_issue import KEYS
 
 from deltabox import explore
 
