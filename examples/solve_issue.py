@@ -218,7 +218,7 @@ def main(
     try:
         solved = solve(console, packed, model, budget, trace)
     except KeyboardInterrupt:
-        console.print(f"interrupted; what was done until then: deltabox trace {trace}")
+        console.print(f"\ninterrupted; what was done until then: deltabox trace {trace}")
         sys.exit(130)
     except (DeltaBoxError, RuntimeError, OSError) as error:
         raise click.ClickException(f"{error} (what was done: deltabox trace {trace})") from error
