@@ -25,6 +25,7 @@ LOW_TO_HIGH = {
     "doctor": 3,
     "keeper": 3,
     "sandbox": 4,
+    "aio": 5,
 }
 
 

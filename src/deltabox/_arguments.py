@@ -65,6 +65,26 @@ def directory(cwd: str) -> str:
     return cwd
 
 
+def shared(visibility: str | Sequence[str]) -> list[str]:
+    """The directories that all sandboxes of a tree see at once."""
+    if visibility == "isolated":
+        return []
+    if isinstance(visibility, (str, bytes)):
+        raise ValueError(f"visibility is 'isolated' or a list of directories, not {visibility!r}")
+    found: list[str] = []
+    for path in map(os.fspath, visibility):
+        directory(path)
+        path = os.path.normpath(path)
+        first = path.split("/")[1]
+        if path == "/" or first in ("proc", "sys", "dev"):
+            raise ValueError(f"visibility: {path} cannot be shared")
+        for other in found:
+            if os.path.commonpath([path, other]) in (path, other):
+                raise ValueError(f"visibility: {path} and {other} lie in each other")
+        found.append(path)
+    return found
+
+
 def seconds(timeout: float | None) -> float | None:
     if timeout is not None and (timeout < 0 or math.isnan(timeout)):
         raise ValueError(f"a timeout is a number of seconds, not {timeout!r}")

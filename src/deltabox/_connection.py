@@ -11,6 +11,7 @@ and says so instead.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -23,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 from . import errors
 from .errors import DeltaBoxError, HostUnsupported, SandboxClosed
@@ -31,6 +32,31 @@ from .keeper.protocol import VERSION, Channel, Message, rebuild
 
 DEFAULT_STATE: Final = "/var/lib/deltabox"
 _KEPT: Final = 32
+_SETTLED: Final = 10.0  # seconds for an answer that must be waited for
+
+
+class Waits(Protocol):
+    """How somebody waits for data without blocking his thread (aio/bridge.py)."""
+
+    def __call__(self, sock: socket.socket, *, within: float | None) -> None:
+        """Wait where a call is being made for it; return at once everywhere else.
+
+        `within`: seconds after which to return in any case, and not to be cut short until then.
+        """
+
+
+_waits: Waits | None = None
+
+
+def wait_by(waits: Waits) -> None:
+    """Have every wait for an answer begin with this."""
+    global _waits
+    _waits = waits
+
+
+def _wait(sock: socket.socket) -> None:
+    if _waits is not None:
+        _waits(sock, within=sock.gettimeout())
 
 
 def state_directory() -> Path:
@@ -147,6 +173,12 @@ class Keeper:
                 raise _lost(self.state)
             self._drop_idle()  # they led to a keeper that has gone
 
+    def ensure(self) -> None:
+        """Have the keeper run. Starting one takes a third of a second."""
+        channel = self._connected()
+        self._drop_idle()  # they may lead to a keeper that has gone
+        self._give(channel)
+
     def post(self, op: str, **arguments: Any) -> None:
         """Ask without waiting for the answer, over a connection that is used for nothing else."""
         if os.getpid() != self._process:
@@ -192,7 +224,7 @@ class Keeper:
     def _connect(self) -> Channel:
         """A new connection, greeted. `OSError` when there is no keeper."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        channel = Channel(sock)
+        channel = Channel(sock, _wait)
         try:
             sock.connect(str(self.state / "keeper.sock"))
             channel.send({"op": "hello", "version": VERSION})
@@ -272,7 +304,7 @@ def _answer(channel: Channel, event: Callable[[bytes], None] | None) -> Message 
 
 def _wait_for_answer(channel: Channel) -> None:
     try:
-        channel.sock.settimeout(10.0)
+        channel.sock.settimeout(_SETTLED)
         channel.receive()
     except (OSError, ValueError):
         pass  # the keeper has gone, or a part of the answer was lost in the interrupt
@@ -324,7 +356,13 @@ def _forget_in_child() -> None:
     _keepers.clear()
 
 
+def _close_idle() -> None:
+    for keeper in _keepers.values():
+        keeper._drop_idle()
+
+
 os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(_close_idle)
 
 
 def no_copies(what: str) -> NoReturn:

@@ -147,6 +147,14 @@ def _idmapped_probe() -> None:
     _scratch(lambda scratch: linux.try_idmapped_mount(str(scratch)))()
 
 
+def _nested_probe() -> None:
+    def attach(scratch: Path) -> None:
+        (scratch / "below").mkdir()
+        linux.try_nested_mount(str(scratch))
+
+    _scratch(attach)()
+
+
 def _loop() -> str:
     if not os.path.exists("/dev/loop-control"):
         raise ProbeFailed("there is no /dev/loop-control")
@@ -479,6 +487,14 @@ FEATURES: tuple[Feature, ...] = (
         'everything but network="nat"',
         False,
         _nat,
+    ),
+    Feature(
+        "mounts below a detached mount",
+        "visibility=[...]: directories that all branches see at once",
+        _KERNEL.format("6.15"),
+        "everything but visibility=[...]",
+        False,
+        _nested_probe,
     ),
     Feature(
         "PAGEMAP_SCAN",

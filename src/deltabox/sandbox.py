@@ -91,6 +91,7 @@ class Sandbox:
         on_external: Literal["reset", "refuse"] = "reset",
         io_uring: bool = False,
         standby: str | int = "256M",
+        visibility: Literal["isolated"] | Sequence[str] = "isolated",
         max_memory: str | int | None = None,
         max_disk: str | int | None = None,
         keep: Policy = KEEP_ALL,
@@ -120,6 +121,11 @@ class Sandbox:
             which wait, in the background, for the rollback that is likely to come (to the last
             checkpoint, or to the one rolled back to). They share the checkpoint's memory, so it is
             a few MiB for each. 0: none wait, and a rollback takes one or two milliseconds longer.
+        visibility: `"isolated"`: no sandbox of the tree sees what another one does. Or directories
+            that all of them, forks and branches, see at once, as a cache of builds or a place to
+            leave each other notes: they begin empty, and are no part of any state. A rollback
+            leaves them as they are; while a program has something open there, no checkpoint can be
+            taken.
         max_memory, max_disk: change the engine's budget for all its sandboxes: what checkpoints may
             hold in memory, what images may take on disk. Beyond it is `NoSpace`.
         keep: which checkpoints the tree keeps on its own, as for `keep`. By default all.
@@ -153,6 +159,7 @@ class Sandbox:
             on_external=on_external,
             io_uring=bool(io_uring),
             standby=arguments.size(standby, "standby") if standby else 0,
+            shared=arguments.shared(visibility),
             max_memory=arguments.optional(max_memory, "max_memory"),
             max_disk=arguments.optional(max_disk, "max_disk"),
             keep=described(keep),
@@ -353,17 +360,22 @@ class Sandbox:
 
     # -- states ------------------------------------------------------------------------------
 
-    def checkpoint(self, name: str | None = None) -> Checkpoint:
+    def checkpoint(self, name: str | None = None, *, reuse: bool = False) -> Checkpoint:
         """Keep the present state, files and processes at one instant. The programs run on.
 
         name: unique in the tree of sandboxes (`ValueError`).
+        reuse: when nothing has happened since the checkpoint that the sandbox stands on, its
+            `head`, give that one back instead of another one of the same state. That is for those
+            who take one after every step; reading files is no happening, starting a program is.
 
         Raises `UnsupportedState` when the sandbox holds something that could not be given back,
         `CheckpointError`, `NoSpace`; the sandbox runs on then as if nothing had been.
         """
         if name is not None and (not isinstance(name, str) or not name):
             raise ValueError(f"a checkpoint's name is a str that is not empty, not {name!r}")
-        answer = self._call("checkpoint", name=name, _settle=True)
+        if name is not None and reuse:
+            raise ValueError("a checkpoint that is there already cannot be given a name")
+        answer = self._call("checkpoint", name=name, reuse=bool(reuse), _settle=True)
         return Checkpoint(self, answer, answer["stats"])
 
     def rollback(self, checkpoint: Checkpoint | str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +118,69 @@ def test_what_is_foreseen_is_whole(box: Sandbox) -> None:
         assert shell.run("echo $x").stdout == f"{number}\n"
         with box.fork() as fork:
             assert probe.within(fork).ask("x") == number
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "rollback", "fork"])
+def test_one_that_is_there_is_given_again(box: Sandbox, how: str) -> None:
+    """With `reuse`, as long as nothing happens; reading files is nothing."""
+    probe = Probe.start(box)
+    shell = box.shell()
+    shell.run("x=1")
+    probe.do("n = 1")
+    here = _settled(box)
+    sandbox = box
+    if how == "rollback":
+        probe.do("n = 2")
+        box.rollback(here)
+    elif how == "fork":
+        sandbox = box.fork(at=here)
+
+    def given(last: Checkpoint) -> bool:
+        return sandbox.checkpoint(reuse=True) == last
+
+    try:
+        until(lambda: all(one.state == "S" for one in sandbox.processes()))
+        assert given(here)
+        sandbox.files.read_text("/etc/passwd")
+        assert sandbox.files.exists("/root") and sandbox.files.list("/")
+        assert sandbox.processes() and given(here)
+        own, live = probe.within(sandbox), sandbox.counterpart(shell)
+        doings: list[Callable[[], object]] = [
+            lambda: sandbox.run("true"),
+            lambda: live.run("true"),
+            lambda: own.do("n += 1"),
+            lambda: sandbox.files.write_text("/root/a", ""),
+            lambda: sandbox.files.remove("/root/a"),
+            lambda: own.process.kill(18),
+            lambda: sandbox.rollback(here),
+        ]
+        for do in doings:
+            last = sandbox.head
+            assert last is not None
+            do()
+            assert given(here if do is doings[-1] else last) is (do is doings[-1])
+        assert own.ask("n") == 1
+    finally:
+        if sandbox is not box:
+            sandbox.close()
+
+
+@pytest.mark.parametrize(
+    "program", ["while True: n += 1", "time.sleep(1000)", "while True: time.sleep(0.01)"]
+)
+def test_what_goes_on_by_itself_is_never_given_again(box: Sandbox, program: str) -> None:
+    process = box.spawn(["python3", "-c", f"import time\nn = 0\nprint(flush=True)\n{program}"])
+    process.stdout.readline()
+    here = box.checkpoint()
+    for _ in range(5):
+        box.rollback(here)
+        assert box.checkpoint(reuse=True) != here
+        time.sleep(0.02)
+
+
+def test_one_that_is_there_has_its_name(box: Sandbox) -> None:
+    with pytest.raises(ValueError, match="name"):
+        box.checkpoint("again", reuse=True)
 
 
 def test_captured_in_vain(box: Sandbox) -> None:

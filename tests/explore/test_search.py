@@ -170,6 +170,49 @@ def test_reflexion_remembers(sandbox: Sandbox, number: Number, events: list[Any]
     assert [e.text for e in events if isinstance(e, explore.Noted)][:2] == [first, second]
 
 
+def test_an_action_that_changes_nothing_takes_no_checkpoint(sandbox: Sandbox) -> None:
+    """Its node is in its parent's state; that is freed when none of them needs it any more."""
+    sandbox.shell()
+
+    class Looks:
+        def propose(self, state: State) -> list[str]:
+            return ["look", "write"]
+
+        def apply(self, state: State, action: str) -> str:
+            if action == "write":
+                name = "".join(one[0] for one in (*state.actions, action))
+                state.sandbox.files.write_text(f"/srv/{name}", "")
+            return " ".join(state.sandbox.files.list("/srv"))
+
+        def score(self, state: State) -> float:
+            assert not state.result or state.result.split() == [
+                "".join(one[0] for one in state.actions[: n + 1])
+                for n, one in enumerate(state.actions)
+                if one == "write"
+            ]
+            return float(state.actions.count("write"))
+
+    seen: list[tuple[str, int]] = []
+
+    def two_levels(search: explore.Search) -> None:
+        (look,) = search.steps([(search.root, "look")])
+        (again, write) = search.steps([(look, "look"), (look, "write")])
+        (last,) = search.steps([(write, "look")])
+        nodes = (look, again, write, last)
+        seen.extend((node.checkpoint.id, len(sandbox.checkpoints)) for node in nodes)
+        search.drop([look, again, write])
+        search.steps([(last, "write")])
+
+    found = explore.explore(sandbox, Looks(), two_levels, budget=Budget(parallel=1))
+    root = found.root.checkpoint.id
+    assert [one == root for one, _ in seen] == [True, True, False, False]
+    assert seen[2][0] == seen[3][0] and {many for _, many in seen} == {2}
+    assert found.actions == ("look", "write", "look", "write")
+    found.commit()
+    assert sandbox.files.list("/srv") == ["lw", "lwlw"]
+    assert len(sandbox.checkpoints) == 2
+
+
 def test_tournament(sandbox: Sandbox, number: Number) -> None:
     """Whoever is less wins, whatever the scores say; both are live when they are compared."""
 

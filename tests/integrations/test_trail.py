@@ -49,6 +49,7 @@ def test_a_state_for_each_step(trail: Trail) -> None:
     assert trail.steps[3].output.exit_code == 0
     ids = [step.checkpoint.id for step in trail.steps]
     assert len(set(ids)) == 4 and all(step.problem is None for step in trail.steps)
+    assert "echo 3" in repr(trail.steps[3]) and "echo 2" not in repr(trail.steps[3])
     trail.rollback(2)
     assert do(trail, "cat /srv/log") == "1\n2\n"
     trail.rollback(0)

@@ -84,7 +84,7 @@ def work(
         young = any(not s.watched and not _settled(s.host) for s in spaces.values())
         if _news(spaces, threads, rested=rested and not young):
             _ask_all(live, spaces, unused)
-    names = Names(live.root, base, born, _NoGhosts())
+    names = Names(live.root, base, born, _NoGhosts(), live.shared)
     found: dict[int, tuple[Mapping, ...]] = {}
     present: dict[int, Regions] = {}
     for pid, space in spaces.items():

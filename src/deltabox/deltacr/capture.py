@@ -129,7 +129,7 @@ class Capturing:
         self.owner = owner
         self.waits = live.waits
         self.ghosts = Ghosts(live.root, owner, attic, born)
-        self.names = Names(live.root, base, born, self.ghosts)
+        self.names = Names(live.root, base, born, self.ghosts, live.shared)
         network = Network(live.init, on_external)
         self.table = DescriptorTable(live, owner, externals, self.ghosts, network)
         self.changes: dict[int, Changes] = {}  # by pid inside: which pages may have changed

@@ -98,6 +98,7 @@ class DescriptorTable:
         self.queues = mqueues.QueueTable(live.root, owner)
         self.root = live.root  # a descriptor of the sandbox's root directory
         self.owner = owner  # the host uid of root inside
+        self.shared_directories = live.shared
         self.find_file = live.find  # the path of a file handle of the sandbox's root
         self.ghosts = ghosts  # what has no name any more
         self.network = network

@@ -82,11 +82,13 @@ class Live:
         self.rested: Template | None = None  # of the last stop; None after a request
         self.origin: Capture | None = None  # what it was restored from
         self.cloned_from: Template | None = None
+        self.asked = False  # whether there was a request since
         self.base: Template | None = None  # the last state of it that a template holds
         self.successor: Template | None = None  # made ahead for the next checkpoint
         self.improving = False  # somebody is about to make a better one
         self.spaces: dict[int, Space] = {}  # by host pid
         self.sharing = sharing  # its shared memory
+        self.shared: tuple[str, ...] = ()  # directories that are no part of its state
         self.released = False
         self.ahead = Ahead()
         self._world: Questions | None = None
@@ -154,6 +156,12 @@ class Live:
             if origin is not None:
                 self.spaces[host].adopt(self.reports.watcher(pid))
         return self.spaces[host]
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a program may be told by inotify(7) that somebody reads a file."""
+        capture = None if self.base is None else self.base.capture
+        return capture is None or any(one.kind == "inotify" for one in capture.descriptions)
 
     def restored(self, pid: int) -> bool:
         """Whether a process was cloned from a template, by its pid inside."""
@@ -276,7 +284,7 @@ class Live:
                 what="execve",
             )
         with self.lock:
-            run, self.around, self.rested = None, None, None
+            run, self.around, self.rested, self.asked = None, None, None, True
             try:
                 with self.peer.lock:
                     run = self.peer.send(
@@ -327,7 +335,7 @@ class Live:
             program.root.call(nr.KILL, pid, sig, may_fail=not strict)
         try:
             with self.lock:
-                self.around = self.rested = None
+                self.around, self.rested, self.asked = None, None, True
                 self.peer.run(program.seal(), self.slot + REQUEST_SLOT)
         except ProgramFailed as failure:
             raise OSError(failure.errno, os.strerror(failure.errno)) from None

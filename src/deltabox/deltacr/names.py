@@ -34,8 +34,13 @@ class Nameless(Protocol):
 class Names:
     """What the names of one frozen tree have been found to lead to."""
 
-    def __init__(self, root_fd: int, base: int, born: float, ghosts: Nameless) -> None:
-        """`base` is a descriptor of the base's root (-1: none); `born` when the tree began."""
+    def __init__(
+        self, root_fd: int, base: int, born: float, ghosts: Nameless, shared: tuple[str, ...] = ()
+    ) -> None:
+        """`base` is a descriptor of the base's root (-1: none); `born` when the tree began;
+        `shared` are directories whose files do not go back with it.
+        """
+        self._shared = shared
         self.root_fd = root_fd
         self.base = base
         self.born = born
@@ -152,6 +157,10 @@ class Names:
     def _mapped(self, host: int, mapping: Mapping, refuse: Refuse) -> Mapping:
         key = (mapping.path, mapping.device, mapping.inode)
         if key not in self._named:
+            try:
+                files.check_own(mapping.path, self._shared)
+            except Refused as refused:
+                raise refuse(f"maps {refused}", "mapping") from None
             info, name = self._look(mapping), mapping.path
             if info is None or info.inode != mapping.inode:
                 self._ghosts[key] = self._ghost(host, mapping, refuse)

@@ -14,11 +14,16 @@ calls become shorter, and packets come in.
 
 from __future__ import annotations
 
+import time
+
 from ..linux.stop import tasks
 from .live import Live
 from .model import Capture
 from .template import Template
 from .told import activities
+
+# A restored thread makes its call again when it gets a processor; what is spared is far dearer.
+_ON_THE_WAY = (0.0005, 0.001, 0.002, 0.004, 0.008)
 
 
 def may_rest(capture: Capture, *, network: str) -> bool:
@@ -64,3 +69,27 @@ def state_of(live: Live) -> Template | None:
             for host, space in live.spaces.items()
         )
     return template if rests else None
+
+
+def never_left(live: Live, *, network: str) -> bool:
+    """Whether a restored tree is still in the state that it was restored to.
+
+    Nobody has seen it stop, so there is no witness. But where every thread was blocked, in a call
+    without a timeout, and no timer ran, nothing happens that does not come from outside: no
+    request has, and all of them are blocked in these calls. OSError as for `state_of`.
+    """
+    capture = None if live.cloned_from is None else live.cloned_from.capture
+    if live.asked or capture is None or not may_rest(capture, network=network):
+        return False
+    blocked = [thread.blocked for process in capture.processes for thread in process.threads]
+    places = sorted((then.rsp, then.rip) for then in blocked if then is not None)
+    if len(places) != len(blocked):
+        return False
+    for delay in (*_ON_THE_WAY, None):
+        now = activities([tid for pid, tid in tasks(live.group) if pid != live.init]).values()
+        if all(one.waits for one in now):
+            at = sorted(one.place for one in now)
+            return at == places and not any(one.ends for one in now)
+        if delay is not None:
+            time.sleep(delay)
+    return False

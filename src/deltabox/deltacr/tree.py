@@ -78,6 +78,7 @@ class Tree:
         self.network = network
         self.on_external = on_external
         self.reference = -1  # a root over the base alone, which nobody writes to
+        self.shared: tuple[str, ...] = ()  # directories that are no part of a sandbox's state
         self.base = -1  # a descriptor of the base's root, once the keeper has mounted it
         # whether so many bytes may be taken for what nobody has asked for yet
         self.has_room: Callable[[int], bool] = lambda size: True
@@ -272,6 +273,10 @@ class Tree:
         """
         return resting.state_of(live) if live.network.carried else None
 
+    def never_left(self, live: Live) -> bool:
+        """Whether a restored tree is found to be in the state it was restored to. As `unmoved`."""
+        return live.network.carried and resting.never_left(live, network=self.network)
+
     def close(self) -> None:
         """End what is left of the tree: all that can be, if something goes wrong."""
         with self._lock:
@@ -350,6 +355,7 @@ class Tree:
                 slot=slot,
                 sharing=Sharing(self._pages),
             )
+            live.shared = self.shared
             try:
                 live.peer.answer(run)
                 live.attach(self._world)

@@ -3,44 +3,113 @@
 A lane is made by one fork and used for many steps, because going back is a fraction of a fork. It
 remembers which node's state it is in, so that a step from where it stands needs nothing at all.
 
-The checkpoint of a new state is taken beside whatever comes next: mostly the model thinks, and only
-looks. Who is going to change the state waits for it first.
+What a step needs of us is done while others work, or the model thinks. The checkpoint of a new
+state is taken beside whatever comes next. And there are a few lanes more than workers: whoever
+takes one for a state has another brought there, because what follows an action mostly is another
+one from the same state. Strategies need not say what they are going to do; the lane that was not
+wanted after all has cost a rollback on another processor.
 """
 
 from __future__ import annotations
 
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from typing import Final
 
 from ..checkpoint import Checkpoint
+from ..errors import DeltaBoxError
 from ..sandbox import Sandbox
+
+_SPARE: Final = 2  # lanes more than workers, at most
+
+
+class Holdings:
+    """How many places each checkpoint is used for: an action that changed nothing adds none."""
+
+    def __init__(self) -> None:
+        self._uses: Counter[Checkpoint] = Counter()
+        self._lock = threading.Lock()
+
+    def hold(self, checkpoint: Checkpoint) -> None:
+        """One more place needs it."""
+        with self._lock:
+            self._uses[checkpoint] += 1
+
+    def let_go(self, checkpoint: Checkpoint) -> None:
+        """One place less does; the last frees it."""
+        with self._lock:
+            self._uses[checkpoint] -= 1
+            if self._uses[checkpoint]:
+                return
+            del self._uses[checkpoint]
+        try:
+            checkpoint.delete()
+        except DeltaBoxError:
+            pass  # the policy of its tree has freed it, or the tree has been closed
 
 
 class Place:
     """A state that can be gone to: its checkpoint, or the one that is just being taken."""
 
-    def __init__(self, taken: Checkpoint | None = None) -> None:
+    def __init__(self, holdings: Holdings) -> None:
         self._future: Future[Checkpoint] = Future()
-        if taken is not None:
-            self._future.set_result(taken)
+        self._holdings = holdings
+        self.given_up = False  # nothing will start here any more
 
-    def take(self, sandbox: Sandbox, executor: Executor, lost: Callable[[Exception], None]) -> None:
-        """Have the checkpoint be taken of what is in the sandbox; `lost` is told if it fails."""
+    @classmethod
+    def at(cls, checkpoint: Checkpoint, holdings: Holdings) -> Place:
+        """One whose checkpoint is there."""
+        place = cls(holdings)
+        holdings.hold(checkpoint)
+        place._future.set_result(checkpoint)
+        return place
+
+    def take(
+        self,
+        sandbox: Sandbox,
+        before: Checkpoint,
+        executor: Executor,
+        lost: Callable[[Exception], None],
+    ) -> None:
+        """Have the checkpoint be taken of what is in the sandbox; `lost` is told if it fails.
+
+        before: of the state that it was in until the last action. If nothing has happened since,
+            this place has that checkpoint, too.
+        """
+        self._holdings.hold(before)  # it may be given up at any moment
 
         def work() -> None:
             try:
-                self._future.set_result(sandbox.checkpoint())
+                taken = sandbox.checkpoint(reuse=True)
+                self._holdings.hold(taken)
+                self._future.set_result(taken)
             except Exception as error:
                 lost(error)
                 self._future.set_exception(error)
+            finally:
+                self._holdings.let_go(before)
 
         try:
             executor.submit(work)
         except RuntimeError as error:  # the search is over
+            self._holdings.let_go(before)
             self._future.set_exception(error)
+
+    def give_up(self) -> None:
+        """Free it, when it is there; one that has never come about is no error."""
+        self.settle()
+        if self.failure is None:
+            self._holdings.let_go(self.checkpoint())
+
+    def same_as(self, other: Place) -> bool:
+        """Whether both are known to be one state."""
+        if self is other:
+            return True
+        known = self.settled and other.settled and not self.failure and not other.failure
+        return known and self.checkpoint() == other.checkpoint()
 
     def checkpoint(self) -> Checkpoint:
         """Wait for it. Raises what `Sandbox.checkpoint` has raised."""
@@ -51,10 +120,9 @@ class Place:
         self._future.exception()
 
     @property
-    def taken(self) -> Checkpoint | None:
-        """Its checkpoint, if there is one by now."""
-        done = self._future.done() and self._future.exception() is None
-        return self._future.result() if done else None
+    def settled(self) -> bool:
+        """Whether that is known."""
+        return self._future.done()
 
     @property
     def failure(self) -> BaseException | None:
@@ -76,26 +144,38 @@ class Lane:
             self.saving.settle()
             self.saving = None
 
-    def go(self, place: Place) -> float:
-        """Bring it into a state that may be changed; the seconds that took."""
-        began = time.perf_counter()
+    def is_at(self, place: Place) -> bool:
+        """Whether it is in this state already, perhaps while its checkpoint is being taken."""
+        return self.place is not None and self.place.same_as(place)
+
+    def go(self, place: Place) -> None:
+        """Bring it into a state that may be changed."""
         self.settle()
-        if self.place is not place:
+        if not self.is_at(place):
             checkpoint = place.checkpoint()
             self.place = None
             self.sandbox.rollback(checkpoint)
             self.place = place
-        return time.perf_counter() - began
+
+    @property
+    def worth(self) -> int:
+        """How much would be lost if it went elsewhere."""
+        if self.place is None or self.place.given_up:
+            return 0
+        return 1 if self.saving is None or self.saving.settled else 2
 
 
 class Lanes:
-    """Up to `count` of them, made when they are needed."""
+    """One for each of `workers`, and some to be where they are going next; made when needed."""
 
-    def __init__(self, sandbox: Sandbox, root: Place, count: int) -> None:
+    def __init__(self, sandbox: Sandbox, root: Place, workers: int, executor: Executor) -> None:
         self._sandbox = sandbox
         self._root = root
-        self._left = count
-        self._free: list[Lane] = []
+        self._executor = executor
+        self._spare = min(workers, _SPARE)
+        self._left = workers + self._spare
+        self._free: list[Lane] = []  # who has been free for the longest first
+        self._bound: list[Place] = []  # where lanes are being brought
         self._all: list[Lane] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -104,44 +184,95 @@ class Lanes:
     def use(self, place: Place) -> Iterator[Lane]:
         """A lane for one caller: one that is in this state already, if there is one."""
         lane = self._take(place)
+        self._bring(place)
         try:
             yield lane
         except BaseException:
             lane.place = None  # whatever was being done may have been done in part
             raise
         finally:
-            with self._changed:
-                self._free.append(lane)
-                self._changed.notify()
+            self._release(lane)
+
+    def _release(self, lane: Lane) -> None:
+        with self._changed:
+            self._free.append(lane)
+            self._changed.notify_all()
 
     def _take(self, place: Place) -> Lane:
         with self._changed:
             while True:
                 if self._closed:
                     raise RuntimeError("the search is over")
-                found = next((lane for lane in self._free if lane.place is place), None)
-                if found is None and not self._left and self._free:
-                    # one whose checkpoint is not being taken, if there is one
-                    found = min(self._free, key=lambda lane: lane.saving is not None)
+                found = self._find(place)
+                if found is None and place not in self._bound:
+                    found = min(self._free, key=lambda lane: lane.worth, default=None)
                 if found is not None:
                     self._free.remove(found)
                     return found
-                if self._left:
+                if self._left and place not in self._bound:
                     self._left -= 1
                     break
                 self._changed.wait()
+        return self._make(self._root)
+
+    def _find(self, place: Place) -> Lane | None:
+        return next((lane for lane in self._free if lane.is_at(place)), None)
+
+    def _make(self, place: Place) -> Lane:
+        """A new lane that is counted already."""
         try:
-            lane = Lane(self._sandbox.fork(at=self._root.checkpoint()), self._root)
+            lane = Lane(self._sandbox.fork(at=place.checkpoint()), place)
         except BaseException:
             with self._changed:
                 self._left += 1
-                self._changed.notify()
+                self._changed.notify_all()
             raise
         with self._changed:
             self._all.append(lane)
         if self.closed:  # meanwhile
             lane.sandbox.close()
         return lane
+
+    def _bring(self, place: Place) -> None:
+        """Have a lane that nobody uses be brought to a state, in the background."""
+        with self._changed:
+            if self._closed or place in self._bound or len(self._bound) >= self._spare:
+                return
+            if self._find(place) is not None:
+                return
+            lane: Lane | None = None
+            if self._left:
+                self._left -= 1
+            elif self._free:
+                lane = min(self._free, key=lambda lane: lane.worth)
+                self._free.remove(lane)
+            else:
+                return
+            self._bound.append(place)
+
+        def work() -> None:
+            brought = lane
+            try:
+                if brought is None:
+                    brought = self._make(place)
+                else:
+                    brought.go(place)
+            except DeltaBoxError:
+                pass  # whoever really goes there meets it, and says so
+            finally:
+                with self._changed:
+                    self._bound.remove(place)
+                    if brought is not None:
+                        self._free.append(brought)
+                    self._changed.notify_all()
+
+        try:
+            self._executor.submit(work)
+        except RuntimeError:  # the search is over
+            with self._changed:
+                self._bound.remove(place)
+                if lane is not None:
+                    self._free.append(lane)
 
     @property
     def closed(self) -> bool:

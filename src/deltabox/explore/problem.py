@@ -6,7 +6,7 @@ done, and is told a number.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -20,15 +20,26 @@ H = TypeVar("H", bound=Handle)
 class State:
     """A live state of the search, for the length of one call.
 
-    `sandbox` is in that state, and may be used in every way but to be closed, rolled back or
-    committed. What `apply` and `score` do there becomes part of the state.
+    What `apply` and `score` do in its sandbox becomes part of it.
     """
 
-    sandbox: Sandbox
+    _sandbox: Sandbox = field(repr=False)
+    _settle: Callable[[], None] = field(repr=False)
     actions: tuple[Any, ...]  # that have led here from the root
     scores: tuple[float, ...]  # of the states on the way, this one's last; the root has none
     result: Any = None  # what the last `apply` returned
     notes: tuple[Any, ...] = field(default=())  # what the strategy has to tell, as reflexion does
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """A sandbox in that state, to be used in every way but closed, rolled back or committed.
+
+        While the state's checkpoint is still being taken, this waits for it. A program that was
+        just being asked something would be kept with the answer on its way otherwise, and whoever
+        goes back there would read an answer to a question of somebody else's.
+        """
+        self._settle()
+        return self._sandbox
 
     @property
     def depth(self) -> int:

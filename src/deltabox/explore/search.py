@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..checkpoint import Checkpoint
-from ..errors import DeltaBoxError
 from ..sandbox import Sandbox
 from .events import Began, Dropped, Ended, Failed, Listener, Noted, Proposed, Stepped
-from .lanes import Lane, Lanes, Place
+from .lanes import Holdings, Lane, Lanes, Place
 from .problem import Problem, State, described
 
 T = TypeVar("T")
@@ -165,11 +164,14 @@ class Search:
         self._spent = 0
         self._numbers = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.root = Node(0, None, place=Place(sandbox.checkpoint()))
-        self.best = self.root
-        self._lanes = Lanes(sandbox, self.root.place or Place(), budget.parallel)
+        self._holdings = Holdings()
+        place = Place.at(sandbox.checkpoint(), self._holdings)
+        self.root = Node(0, None, place=place)
+        self._leaders = [self.root]  # one of them is the best: not all can be kept, perhaps
         self._workers = ThreadPoolExecutor(budget.parallel, thread_name_prefix="search")
-        self._savers = ThreadPoolExecutor(budget.parallel, thread_name_prefix="checkpoint")
+        # as many as there may be checkpoints and rollbacks in the background at a time
+        self._savers = ThreadPoolExecutor(2 * budget.parallel, thread_name_prefix="checkpoint")
+        self._lanes = Lanes(sandbox, place, budget.parallel, self._savers)
 
     # -- what strategies do ------------------------------------------------------------------
 
@@ -185,17 +187,42 @@ class Search:
         pairs = list(wanted)
         allowed = self._reserve(len(pairs))
         made = self._each(self._step, pairs[:allowed])
-        for node in made:
-            if node.score > self.best.score and node.place is not None:
-                node.place.settle()  # or it would turn out later that there is no such state
-                if node.is_open:
-                    self.best = node
-        if self.best.score >= self._goal:
+        with self._lock:
+            self._leaders += made
+        if self.best.score >= self._goal and self._certain_best().score >= self._goal:
             raise Over("found")
         if allowed < len(pairs):
             raise Over("expansions")
         self._check()
         return made
+
+    @property
+    def best(self) -> Node:
+        """The best one so far whose state is not known to be lost; of equals the first."""
+        with self._lock:
+            return self._best()
+
+    @best.setter
+    def best(self, node: Node) -> None:
+        with self._lock:
+            self._leaders = [self.root, node]
+
+    def _best(self) -> Node:
+        """The same, and forget who is certainly worse. The lock is held."""
+        self._leaders = [node for node in self._leaders if node.is_open]
+        certain = [n for n in self._leaders if n.place is not None and n.place.settled]
+        least = max(certain, key=lambda node: node.score)
+        self._leaders = [n for n in self._leaders if n is least or n.score > least.score]
+        return max(self._leaders, key=lambda node: node.score)
+
+    def _certain_best(self) -> Node:
+        """The best one whose state is there: its checkpoint has been taken."""
+        while True:
+            best = self.best
+            assert best.place is not None
+            best.place.settle()
+            if best.is_open:
+                return best
 
     def drop(self, nodes: Iterable[Node]) -> None:
         """Give up the states of nodes that nothing will start from any more.
@@ -204,11 +231,17 @@ class Search:
         """
         for node in nodes:
             place = node.place
-            if place is None or node is self.best or node is self.root:
+            if place is None or node is self.root or self._leads(node):
                 continue
-            node.place = None
-            self._savers.submit(_delete, place)
+            node.place, place.given_up = None, True
+            self._savers.submit(place.give_up)
             self.tell(functools.partial(Dropped, node=node.number))
+
+    def _leads(self, node: Node) -> bool:
+        """Whether it is the best one, or may turn out to be."""
+        with self._lock:
+            self._best()
+            return node in self._leaders
 
     def note(self, nodes: Iterable[Node], text: str) -> None:
         """Tell whoever listens."""
@@ -227,7 +260,7 @@ class Search:
         """A state to look at."""
         assert node.place is not None
         with self._lanes.use(node.place) as lane:
-            if lane.place is not node.place:
+            if not lane.is_at(node.place):
                 lane.go(node.place)
             yield self._state(node, lane)
 
@@ -236,7 +269,7 @@ class Search:
     def _state(self, node: Node, lane: Lane) -> State:
         path = node.path
         scores = tuple(one.score for one in path)
-        return State(lane.sandbox, node.actions, scores, node.result, node.notes)
+        return State(lane.sandbox, lane.settle, node.actions, scores, node.result, node.notes)
 
     def _propose(self, node: Node) -> list[Any]:
         if node.proposed is None:
@@ -261,8 +294,10 @@ class Search:
         try:
             if parent.place is None:
                 raise ValueError(f"node {parent.number} has been dropped")
-            with self._lanes.use(parent.place) as lane:
-                overhead = lane.go(parent.place)
+            asked = time.perf_counter()
+            here = parent.place
+            with self._lanes.use(here) as lane:
+                lane.go(here)
                 lane.place = None
                 began = time.perf_counter()
                 node.result = self.call(self.problem.apply, self._state(parent, lane), action)
@@ -271,10 +306,10 @@ class Search:
                 scored = time.perf_counter()
                 if math.isnan(score):
                     raise ValueError("the score is not a number")
-                lane.place = lane.saving = node.place = Place()
+                lane.place = lane.saving = node.place = Place(self._holdings)
                 node.score = score
                 lost = functools.partial(self._lost, node, about)
-                node.place.take(lane.sandbox, self._savers, lost)
+                node.place.take(lane.sandbox, here.checkpoint(), self._savers, lost)
         except Exception as error:
             node.error = f"{type(error).__name__}: {error}"
             self.tell(functools.partial(Failed, **about, error=node.error))
@@ -286,7 +321,7 @@ class Search:
                 score=node.score,
                 apply=applied - began,
                 scoring=scored - applied,
-                overhead=overhead,
+                overhead=began - asked,
             )
         )
         return node
@@ -353,7 +388,7 @@ class Search:
                 reason = "done"
             except Over as over:
                 reason = over.reason
-            self.best.checkpoint  # noqa: B018  an error here is better than one later
+            self._certain_best()
         finally:
             self._close()
             score = None if math.isinf(self.best.score) else self.best.score
@@ -378,18 +413,10 @@ class Search:
             pending += node.children
             if node not in kept and node.place is not None:
                 place, node.place = node.place, None
-                _delete(place)
+                place.give_up()
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 async def _awaited(made: Any) -> Any:
     return await made
-
-
-def _delete(place: Place) -> None:
-    """Free a state; one that has never come about is no error."""
-    try:
-        place.checkpoint().delete()
-    except DeltaBoxError:
-        pass

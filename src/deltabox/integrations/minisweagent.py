@@ -189,7 +189,7 @@ class DeltaBoxEnvironment:
         steps = [
             {
                 "step": step.number,
-                "checkpoint": None if step.place.taken is None else step.place.taken.id,
+                "checkpoint": None if (taken := step.taken) is None else taken.id,
                 "problem": step.problem,
             }
             for step in self.steps

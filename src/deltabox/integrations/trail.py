@@ -1,10 +1,9 @@
 """The steps that an agent takes in a sandbox, each with the state that it has led to.
 
 An agent does something, looks at what came of it, thinks, and does the next thing. The state after
-each step is kept while the agent thinks: its checkpoint is taken beside, by the same `Place` that
-searches use (explore/lanes.py), and the next step waits for it before it changes anything. That is
-safe because a step is over when its command is; what it has left running is captured wherever it
-is.
+each step is kept while the agent thinks: its checkpoint is taken beside, as searches do
+(explore/lanes.py), and the next step waits for it before it changes anything. That is safe because
+a step is over when its command is; what it has left running is captured wherever it is.
 
 Steps know the step before them, as checkpoints do, so steps that were left by a rollback are not
 lost: whoever has one can go to it. An agent's library needs a few lines over this; what is its own
@@ -18,14 +17,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
 from ..checkpoint import Checkpoint
 from ..errors import RollbackError, UnknownCheckpoint
-from ..explore.lanes import Place
 from ..sandbox import Sandbox
 
 T = TypeVar("T")
@@ -40,11 +38,11 @@ class Step:
     """
 
     number: int
-    parent: Step | None
+    parent: Step | None = field(repr=False)  # or all of them would be shown
     action: Any = None
     output: Any = None
     waited: float = 0.0
-    place: Place = field(default_factory=Place, repr=False)
+    _state: Future[Checkpoint] = field(default_factory=Future, repr=False)
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -52,7 +50,12 @@ class Step:
 
         Raises what `Sandbox.checkpoint` has raised, `UnsupportedState` for instance.
         """
-        return self.place.checkpoint()
+        return self._state.result()
+
+    @property
+    def taken(self) -> Checkpoint | None:
+        """The same, if there is one by now; does not wait."""
+        return self._state.result() if self._known and self.problem is None else None
 
     @property
     def problem(self) -> str | None:
@@ -60,8 +63,24 @@ class Step:
 
         A checkpoint that was taken, and deleted later, is no problem of this kind.
         """
-        error = self.place.failure
+        error = self._state.exception() if self._known else None
         return None if error is None else f"{type(error).__name__}: {error}"
+
+    @property
+    def _known(self) -> bool:
+        """Whether it has been taken, or not."""
+        return self._state.done()
+
+    def _settle(self) -> None:
+        """Wait until that is known."""
+        self._state.exception()
+
+    def _take(self, sandbox: Sandbox) -> None:
+        """Have it be what is in the sandbox now. An error is kept, for who wants to go there."""
+        try:
+            self._state.set_result(sandbox.checkpoint())
+        except Exception as error:
+            self._state.set_exception(error)
 
     @property
     def way(self) -> list[Step]:
@@ -94,7 +113,8 @@ class Trail:
         if at is None:
             began = sandbox.checkpoint()
             began.hold()
-            at = Step(0, None, place=Place(began))
+            at = Step(0, None)
+            at._state.set_result(began)
         self._sandbox = sandbox
         self._present = at
         self._lock = threading.Lock()
@@ -118,14 +138,17 @@ class Trail:
         """
         with self._lock:
             began = time.perf_counter()
-            self._present.place.settle()
+            self._present._settle()
             step = Step(self._present.number + 1, self._present, action)
             step.waited = time.perf_counter() - began
             try:
                 output = step.output = work()
             finally:
                 self._present = step
-                step.place.take(self._sandbox, self._saver, _recorded)
+                try:
+                    self._saver.submit(step._take, self._sandbox)
+                except RuntimeError as error:  # the trail is closed
+                    step._state.set_exception(error)
         return output
 
     def rollback(self, step: Step | int) -> Step:
@@ -139,7 +162,7 @@ class Trail:
         """
         with self._lock:
             target = self._found(step)
-            self._present.place.settle()  # or a checkpoint would be taken in the middle of it
+            self._present._settle()  # or a checkpoint would be taken in the middle of it
             checkpoint = _gone_to(target)
             try:
                 self._sandbox.rollback(checkpoint)
@@ -186,10 +209,6 @@ class Trail:
         if not 0 <= step < len(steps):
             raise IndexError(f"there is no step {step} on this way: it has 0 to {len(steps) - 1}")
         return steps[step]
-
-
-def _recorded(error: Exception) -> None:
-    """Nothing to be done: the step's place knows it, and nobody is harmed until one goes there."""
 
 
 def _gone_to(step: Step) -> Checkpoint:

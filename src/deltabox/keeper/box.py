@@ -112,6 +112,7 @@ class Box:
         self.dead = False
         self.generation = 0
         self.rested: Rested | None = None
+        self.arrived: tuple[Live, object] | None = None  # at `head`, by a restore; with its traces
         self.in_vain = 0  # how much was captured ahead for nothing, see taking.py
         self._touches = 0
         self._touching = 0
@@ -562,6 +563,7 @@ class Box:
             if handle.kind == "run" and not handle.discard and handle.call not in self.calls:
                 handle.abandon()
         self.watch()
+        self.arrived = None if saved.registered else (live, self.traces())
         self.changed.notify_all()
 
     def silence(self) -> None:

@@ -30,6 +30,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final, TypeVar
 
 from ..deltafs.inside import Inside
@@ -65,7 +66,7 @@ def _launch(
     prepare: Callable[[Handle], None] | None = None,
     size: Size | None = None,
 ) -> None:
-    account = ROOT if user is None else with_files(box, lambda inside: look_up(inside, user))
+    account = ROOT if user is None else with_files(box, lambda i: look_up(i, user), looks=True)
     environment = account.environment()
     if handle.terminal is not None:
         environment["TERM"] = TYPE
@@ -84,9 +85,9 @@ def _launch(
     )
 
 
-def with_files(box: Box, work: Callable[[Inside], T]) -> T:
-    """Do something with the sandbox's files, in the root as it is now."""
-    with box.touching():
+def with_files(box: Box, work: Callable[[Inside], T], *, looks: bool = False) -> T:
+    """Do something with the sandbox's files, in the root as it is now; with `looks` only look."""
+    with nullcontext() if looks and not box.live.is_watched else box.touching():
         with box.changed:
             box.check_open()
             root = os.dup(box.live.root)

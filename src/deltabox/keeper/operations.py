@@ -48,9 +48,18 @@ _RETRIES = (0.005, 0.02, 0.05)
 Compare = Callable[[Snapshot, Snapshot, Path], Any]
 
 
-def checkpoint(box: Box, name: str | None, *, budget: Budget) -> Node:
-    """Take a checkpoint of one instant of the whole sandbox."""
+def checkpoint(box: Box, name: str | None, *, reuse: bool, budget: Budget) -> Node:
+    """Take a checkpoint of one instant of the whole sandbox.
+
+    With `reuse` it is the one that the sandbox stands on, if nothing has happened since.
+    """
+    tree = box.tree
     with box.operating("take a checkpoint"):
+        if reuse and box.head is not None and taking.at_head(box):
+            with tree.lock:
+                if (node := tree.nodes.get(box.head)) is not None and not node.deleted:
+                    tree.refer(node)
+                    return node
         return _patiently(box, name, budget=budget)
 
 

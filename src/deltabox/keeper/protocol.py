@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -38,10 +39,16 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """One end of a connection: whole messages in, whole messages out. Not thread-safe."""
+    """One end of a connection: whole messages in, whole messages out. Not thread-safe.
 
-    def __init__(self, sock: socket.socket) -> None:
+    `wait` is called whenever something is about to be received: for whoever must not block there.
+    """
+
+    def __init__(
+        self, sock: socket.socket, wait: Callable[[socket.socket], None] | None = None
+    ) -> None:
         self.sock = sock
+        self._wait = wait
         self._held = bytearray()
 
     def fileno(self) -> int:
@@ -74,6 +81,8 @@ class Channel:
         return message
 
     def _more(self, size: int) -> bool:
+        if self._wait is not None:
+            self._wait(self.sock)
         data = self.sock.recv(min(size, 1 << 20))
         self._held += data
         return bool(data)

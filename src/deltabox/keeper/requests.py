@@ -95,6 +95,7 @@ class Requests:
         on_external: str,
         io_uring: bool,
         standby: int,
+        shared: list[str],
         max_memory: int | None,
         max_disk: int | None,
         keep: dict[str, Any],
@@ -135,6 +136,7 @@ class Requests:
                 budget=self.budget,
                 policy=rebuilt(keep),
                 standby=standby,
+                shared=shared,
             )
             try:
                 box = tree.boot(hostname)
@@ -217,10 +219,10 @@ class Requests:
     # -- checkpoints -------------------------------------------------------------------------
 
     def do_checkpoint(
-        self, connection: Connection, *, box: str, name: str | None
+        self, connection: Connection, *, box: str, name: str | None, reuse: bool
     ) -> dict[str, Any]:
         found = self.box(box)
-        node = operations.checkpoint(found, name, budget=self.budget)
+        node = operations.checkpoint(found, name, reuse=reuse, budget=self.budget)
         connection.given.append((found.tree, node.number))
         return node.describe() | {"stats": node.stats}
 
@@ -378,11 +380,11 @@ class Requests:
 
     # -- files -------------------------------------------------------------------------------
 
-    def _files(self, box: str, work: Callable[[Inside], Any]) -> Any:
-        return commands.with_files(self.box(box), work)
+    def _files(self, box: str, work: Callable[[Inside], Any], *, looks: bool = False) -> Any:
+        return commands.with_files(self.box(box), work, looks=looks)
 
     def do_file_read(self, connection: Connection, *, box: str, path: str) -> bytes:
-        data: bytes = self._files(box, lambda inside: inside.read(path))
+        data: bytes = self._files(box, lambda inside: inside.read(path), looks=True)
         return data
 
     def do_file_write(
@@ -391,17 +393,17 @@ class Requests:
         self._files(box, lambda inside: inside.write(path, data, mode))
 
     def do_file_list(self, connection: Connection, *, box: str, path: str) -> list[str]:
-        names: list[str] = self._files(box, lambda inside: inside.list(path))
+        names: list[str] = self._files(box, lambda inside: inside.list(path), looks=True)
         return names
 
     def do_file_stat(self, connection: Connection, *, box: str, path: str) -> dict[str, Any]:
-        return asdict(self._files(box, lambda inside: inside.stat(path)))
+        return asdict(self._files(box, lambda inside: inside.stat(path), looks=True))
 
     def do_file_kind(self, connection: Connection, *, box: str, path: str) -> str:
-        return str(self._files(box, lambda i: i.stat(path, follow_symlinks=False).kind))
+        return str(self._files(box, lambda i: i.stat(path, follow_symlinks=False).kind, looks=True))
 
     def do_file_exists(self, connection: Connection, *, box: str, path: str) -> bool:
-        return bool(self._files(box, lambda inside: inside.exists(path)))
+        return bool(self._files(box, lambda inside: inside.exists(path), looks=True))
 
     def do_file_mkdir(self, connection: Connection, *, box: str, path: str, parents: bool) -> None:
         self._files(box, lambda inside: inside.mkdir(path, parents=parents))

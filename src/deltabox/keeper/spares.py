@@ -11,7 +11,6 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..deltafs import root
 from ..errors import DeltaBoxError
 from .nodes import Node, Spare
 
@@ -81,7 +80,7 @@ class Spares:
         tree = self._tree
         layer = tree.image.writable(node.snapshot)
         try:
-            mount = root.root_mount(tree.base_fd, layer, tree.engine.userns, tree.owner)
+            mount = tree.root_of(layer)
         except BaseException:
             tree.image.delete(layer)
             raise

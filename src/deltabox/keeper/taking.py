@@ -67,6 +67,38 @@ def unchanged(box: Box, *, wait: bool = True) -> tuple[Rested, Saved] | None:
             return (rested, saved) if box.traces() == rested.traces else None
 
 
+def at_head(box: Box) -> bool:
+    """Whether the present state is the one of the checkpoint that the sandbox stands on.
+
+    True only if that is certain.
+    """
+    if _just_arrived(box):
+        return True
+    found = unchanged(box)
+    with box.tree.lock:
+        head = None if box.head is None else box.tree.nodes.get(box.head)
+    return found is not None and head is not None and found[0].state is head.state
+
+
+def _just_arrived(box: Box) -> bool:
+    """Whether it is as it was when it was brought here by a rollback or fork."""
+    with box.steady:
+        with box.changed:
+            box.check_open()
+            arrived = box.arrived
+        if arrived is None or arrived[0] is not box.live:
+            return False
+        try:
+            if not box.tree.engine.never_left(box.live):
+                return False
+        except OSError as error:
+            log.info("%s: a process ends: %s", box.number, error)
+            return False
+        with box.changed:
+            box.save()  # what is in the pipes counts
+            return box.traces() == arrived[1]
+
+
 def stats_again(rested: Rested) -> dict[str, Any]:
     """What a checkpoint costs that is given a state which is there already."""
     if rested.foreseen:
@@ -129,6 +161,8 @@ def take(
         with box.kept_steady(wait=go_on is None):
             if go_on is not None and not go_on():
                 raise Busy
+            if tree.commons is not None:
+                tree.commons.check(box.live.root)
             externals = box.hold()
             try:
                 template, saved = tree.engine.checkpoint(

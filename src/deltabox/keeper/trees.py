@@ -31,6 +31,7 @@ from ..deltacr import notify
 from ..deltacr.engine import Engine, Live
 from ..deltacr.network import resolver
 from ..deltafs import find, root
+from ..deltafs.commons import Commons
 from ..deltafs.image import Image
 from ..deltafs.layers import Layer, Snapshot
 from ..errors import RollbackError, UnknownCheckpoint
@@ -76,6 +77,7 @@ class Tree:
         budget: Budget,
         policy: Policy,
         standby: int,
+        shared: Sequence[str],
     ) -> None:
         self.name = name
         self.base = base
@@ -92,6 +94,8 @@ class Tree:
         self.retention: Retention[Node] = Retention()
         self.place = -1
         self.origin: Snapshot
+        self.shared = tuple(shared)
+        self.commons: Commons | None = None
         self._numbers = itertools.count(1)
         self._leaving: dict[str, Node] = {}
         self._disk = 0
@@ -140,9 +144,14 @@ class Tree:
             layer = self.image.blank()
             undo.callback(self.image.delete, layer)
             root.skeleton(layer, self.base, self.hide, hostname=hostname, resolver=self._resolver())
-            self.origin = self.image.snapshot(layer)
             mount = root.root_mount(self.base_fd, layer, self.engine.userns, self.owner)
             try:
+                self.commons = Commons(
+                    self.shared, self.image, self.engine.userns, self.owner, mount
+                )
+                self.engine.shared = self.shared
+                self.origin = self.image.snapshot(layer)
+                self.commons.attach(mount)
                 identity.announce(mount, self.owner, box.number, 0, None)
                 box.live = self.engine.boot(root_mount=mount, hostname=hostname)
             finally:
@@ -155,6 +164,17 @@ class Tree:
                 self.boxes[box.number] = box
             undo.pop_all()
         return box
+
+    def root_of(self, layer: Layer) -> int:
+        """The root with a layer's files, mounted nowhere yet."""
+        assert self.commons is not None  # made with the first sandbox
+        mount = root.root_mount(self.base_fd, layer, self.engine.userns, self.owner)
+        try:
+            self.commons.attach(mount)
+        except BaseException:
+            os.close(mount)
+            raise
+        return mount
 
     def _resolver(self) -> str | None:
         """The resolv.conf that the sandboxes need instead of the base's."""
@@ -179,10 +199,12 @@ class Tree:
             self.boxes[box.number] = box
 
     def remove(self, box: Box) -> bool:
-        """Take a closed sandbox out; whether it was the last one."""
+        """Take a closed sandbox out; whether it was the last one.
+
+        Not one whose place a branch has taken, which may end after the branch.
+        """
         with self.lock:
-            self.boxes.pop(box.number, None)
-            last = not self.boxes
+            last = self.boxes.pop(box.number, None) is not None and not self.boxes
             gone = [] if last else self._surplus()
         self._free_later(gone)
         return last
@@ -541,6 +563,7 @@ class Tree:
             self.engine.close,
             lambda: os.close(self.engine.reference),
             lambda: os.close(self.base_fd),
+            self._close_commons,
             self.image.close,
             self._leave_budget,
             lambda: shutil.rmtree(self.directory),
@@ -550,6 +573,10 @@ class Tree:
                 step()
             except Exception:
                 log.exception("closing tree %s", self.name)
+
+    def _close_commons(self) -> None:
+        if self.commons is not None:
+            self.commons.close()
 
     def _leave_budget(self) -> None:
         self.budget.leave(self)

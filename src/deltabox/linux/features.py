@@ -466,6 +466,15 @@ def try_idmapped_mount(path: str) -> None:
         raise ProbeFailed(f"the owner of {path} reads as {owner}")
 
 
+def try_nested_mount(path: str) -> None:
+    """A mount attached below one that is itself mounted nowhere."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
+    tree = syscall(_SYS_OPEN_TREE, -100, path.encode(), flags)
+    other = syscall(_SYS_OPEN_TREE, -100, path.encode(), flags)
+    place = os.open("below", os.O_PATH | os.O_DIRECTORY, dir_fd=tree)
+    syscall(_SYS_MOVE_MOUNT, other, b"", place, b"", 0x44)  # F_EMPTY_PATH, T_EMPTY_PATH
+
+
 OVERLAY_OPTIONS = {"redirect_dir": "on", "metacopy": "on", "index": "off", "xino": "on"}
 
 

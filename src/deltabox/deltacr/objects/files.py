@@ -57,6 +57,7 @@ def capture(subject: Subject, info: os.stat_result) -> Description:
 def _named(kind: str, subject: Subject, info: os.stat_result, position: int = 0) -> Description:
     """To be opened by name, or as the ghost of what had this name."""
     target, flags = subject.target, subject.flags
+    check_own(target, subject.table.shared_directories)
     try:
         check_name(subject.table.root, target, info, follow=kind != "path")
     except Refused:
@@ -69,6 +70,15 @@ def _named(kind: str, subject: Subject, info: os.stat_result, position: int = 0)
     if flags & ghosts.O_TMPFILE == ghosts.O_TMPFILE:
         flags &= ~ghosts.O_TMPFILE
     return Description(kind, flags, position, target)
+
+
+def check_own(path: str, shared: Items[str]) -> None:
+    """What is in a shared directory stays as it is when everything else goes back."""
+    for directory in shared:
+        if path == directory or path.startswith(f"{directory}/"):
+            raise Refused(
+                f"{path} in the shared directory {directory}, which is no part of the state"
+            )
 
 
 def check_name(root: int, target: str, info: os.stat_result, *, follow: bool = True) -> None:

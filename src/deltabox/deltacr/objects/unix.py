@@ -26,7 +26,7 @@ from ...linux.openat2 import openat2
 from ..model import Description
 from ..rebuild import Who
 from ..subject import Refused, Subject
-from . import options
+from . import files, options
 from .options import Options
 
 STREAM, DGRAM, SEQPACKET = socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET
@@ -151,6 +151,7 @@ def _place(subject: Subject, sock: socket.socket, name: bytes) -> Place:
         path = os.readlink(f"/proc/self/fd/{fd}").removesuffix(_DELETED)
     finally:
         os.close(fd)
+    files.check_own(path, subject.table.shared_directories)
     plain = text.removeprefix("./")
     if plain.startswith("/"):
         directory = "/"
