@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 import deltabox
-from deltabox import _connection, aio
+from deltabox import _connection, aio, explore
 from deltabox.aio.mirror import ASKING, MAKING, MIRRORED, MIRRORS
 
 HERE = Path(__file__).parents[2]
@@ -274,8 +274,8 @@ def test_only_what_is_awaited_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_names_are_the_librarys() -> None:
-    assert aio.__all__ == deltabox.__all__
-    for name in aio.__all__:
+    assert set(aio.__all__) == {*deltabox.__all__, "awaited"}
+    for name in deltabox.__all__:
         assert (getattr(aio, name) is getattr(deltabox, name)) is (name not in MIRRORS)
 
 
@@ -293,6 +293,29 @@ def test_without_its_libraries() -> None:
     assert said.stdout == "deltabox.aio needs greenlet: pip install 'deltabox[aio]'\n"
     core = (HERE / "pyproject.toml").read_text().split("[project.optional-dependencies]")[0]
     assert not re.search("anyio|greenlet", core)
+
+
+def test_what_the_library_has_made_can_be_awaited() -> None:
+    """As in a search, whose functions may be coroutine functions."""
+
+    class Counts:
+        async def propose(self, state: explore.State) -> list[str]:
+            return ["one", "two"]
+
+        async def apply(self, state: explore.State, action: str) -> None:
+            sandbox = aio.awaited(state.sandbox)
+            await sandbox.run(f"sleep 0.2; echo {action} >> /srv/log", check=True)
+
+        async def score(self, state: explore.State) -> float:
+            said = await aio.awaited(state.counterpart(shell)).run("wc -l < /srv/log")
+            return float(said.stdout)
+
+    with deltabox.Sandbox.create() as sb:
+        shell = sb.shell()
+        found = explore.beam(sb, Counts(), width=2, depth=3, budget=explore.Budget(parallel=2))
+        assert (found.score, found.nodes) == (3.0, 10)
+    with pytest.raises(TypeError, match="int"):
+        aio.awaited(3)  # type: ignore[call-overload]
 
 
 def test_beside_the_synchronous_one() -> None:

@@ -40,7 +40,7 @@ def step(at: float, node: int, parent: int, action: Any, score: float) -> Steppe
 
 EVENTS: list[AnyEvent] = [
     Began(at=0.0, strategy="beam", settings={"width": 2, "goal": None}, started=1.7e9),
-    explore.Proposed(at=1.0, node=0, actions=["a", "b"], seconds=1.0),
+    explore.Proposed(at=1.0, node=0, actions=["a", "b"], seconds=1.0, overhead=0.0),
     step(2.0, 1, 0, "first\n  edit", 0.25),
     step(2.1, 2, 0, "second " + "x" * 100, 0.5),
     Failed(at=2.2, node=3, parent=0, action="third", error="ZeroDivisionError: no"),

@@ -29,7 +29,7 @@ except ImportError as error:
 
 import deltabox
 
-from .mirror import MIRRORS
+from .mirror import MIRRORS, awaited
 
-__all__ = list(deltabox.__all__)
-globals().update({name: MIRRORS.get(name) or getattr(deltabox, name) for name in __all__})
+__all__ = [*deltabox.__all__, "awaited"]
+globals().update({name: MIRRORS.get(name) or getattr(deltabox, name) for name in deltabox.__all__})

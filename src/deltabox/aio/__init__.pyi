@@ -6,6 +6,8 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar, overload
 
+import deltabox
+
 from .. import BranchError as BranchError
 from .. import BranchStale as BranchStale
 from .. import BytesResult as BytesResult
@@ -607,6 +609,23 @@ class Branch(Sandbox):
         traceback: TracebackType | None,
     ) -> None: ...
 
+@overload
+def awaited(plain: deltabox.Branch) -> Branch: ...
+@overload
+def awaited(plain: deltabox.Sandbox) -> Sandbox: ...
+@overload
+def awaited(plain: deltabox.Checkpoint) -> Checkpoint: ...
+@overload
+def awaited(plain: deltabox.Stats) -> Stats: ...
+@overload
+def awaited(plain: deltabox.Files) -> Files: ...
+@overload
+def awaited(plain: deltabox.BytesProcess) -> BytesProcess: ...
+@overload
+def awaited(plain: deltabox.Process) -> Process: ...
+@overload
+def awaited(plain: deltabox.Shell) -> Shell: ...
+
 __all__ = [
     "Branch",
     "BranchError",
@@ -642,4 +661,5 @@ __all__ = [
     "UnknownCheckpoint",
     "UnsupportedState",
     "Usage",
+    "awaited",
 ]

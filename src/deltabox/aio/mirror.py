@@ -97,6 +97,17 @@ def _mirror_of(value: Any) -> Any:
     return found
 
 
+def awaited(plain: Any) -> Any:
+    """The same sandbox, process, shell, checkpoint, ... for coroutines.
+
+    For what the library has made: a search's `state.sandbox`, say. Both can be used.
+    TypeError for anything else.
+    """
+    if type(plain) not in _mirrors:
+        raise TypeError(f"a {type(plain).__name__} is nothing that asks the engine")
+    return _mirror_of(plain)
+
+
 def _plain(value: Any) -> Any:
     """What the library itself takes for an argument."""
     return value._mirrored if isinstance(value, Mirror) else value

@@ -34,7 +34,8 @@ class Proposed(Event, frozen=True, tag="proposed"):
 
     node: int
     actions: list[Any]
-    seconds: float
+    seconds: float  # of thought
+    overhead: float  # seconds until the state was there, and to be looked at
 
 
 class Stepped(Event, frozen=True, tag="stepped"):
@@ -46,7 +47,7 @@ class Stepped(Event, frozen=True, tag="stepped"):
     score: float
     apply: float  # seconds
     scoring: float  # seconds
-    overhead: float  # seconds that the search itself took for it: back to the parent, a checkpoint
+    overhead: float  # seconds until the parent's state was there
 
 
 class Failed(Event, frozen=True, tag="failed"):

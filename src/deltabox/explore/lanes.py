@@ -13,6 +13,7 @@ wanted after all has cost a rollback on another processor.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
@@ -137,12 +138,16 @@ class Lane:
         self.sandbox = sandbox
         self.place: Place | None = place
         self.saving: Place | None = None  # whose checkpoint is being taken in it
+        self.waited = 0.0  # seconds that were spent on that, ever
 
     def settle(self) -> None:
         """Wait until its state may be changed."""
-        if self.saving is not None:
-            self.saving.settle()
+        saving = self.saving
+        if saving is not None:
+            began = time.perf_counter()
+            saving.settle()
             self.saving = None
+            self.waited += time.perf_counter() - began
 
     def is_at(self, place: Place) -> bool:
         """Whether it is in this state already, perhaps while its checkpoint is being taken."""

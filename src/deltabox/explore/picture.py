@@ -55,6 +55,7 @@ class Picture:
                     self._title = " ".join([event.strategy, *settings])
                 case Proposed():
                     self._thought += event.seconds
+                    self._overhead += event.overhead
                 case Stepped():
                     self._acted += event.apply + event.scoring
                     self._overhead += event.overhead

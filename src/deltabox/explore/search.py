@@ -258,11 +258,17 @@ class Search:
     @contextmanager
     def at(self, node: Node) -> Iterator[State]:
         """A state to look at."""
+        with self._lane_at(node) as lane:
+            yield self._state(node, lane)
+
+    @contextmanager
+    def _lane_at(self, node: Node) -> Iterator[Lane]:
+        """A sandbox in a node's state, of which the checkpoint may still be being taken."""
         assert node.place is not None
         with self._lanes.use(node.place) as lane:
             if not lane.is_at(node.place):
                 lane.go(node.place)
-            yield self._state(node, lane)
+            yield lane
 
     # -- one node ----------------------------------------------------------------------------
 
@@ -275,12 +281,22 @@ class Search:
         if node.proposed is None:
             if not node.is_open:
                 return []
-            with self.at(node) as state:
-                began = time.perf_counter()
+            asked = time.perf_counter()
+            with self._lane_at(node) as lane:
+                began, waited = time.perf_counter(), lane.waited
+                state = self._state(node, lane)
                 node.proposed = list(self.call(self.problem.propose, state))
                 took = time.perf_counter() - began
-            actions = [described(action) for action in node.proposed]
-            self.tell(functools.partial(Proposed, node=node.number, actions=actions, seconds=took))
+                waited = lane.waited - waited
+            self.tell(
+                functools.partial(
+                    Proposed,
+                    node=node.number,
+                    actions=[described(action) for action in node.proposed],
+                    seconds=took - waited,
+                    overhead=began - asked + waited,
+                )
+            )
         return node.proposed
 
     def _step(self, pair: tuple[Node, Any]) -> Node:
