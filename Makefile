@@ -8,6 +8,7 @@ READY   := .venv/.ready
 FULL    := .venv/.full
 CPART   := src/deltabox/deltacr/_interpreter
 CACHE   := .cache/demo/.ready
+EXAMPLE := .cache/examples/.ready
 # Much of what the tests do is waiting. Each worker has a state directory, and so a keeper, of its own.
 WORKERS ?= -n 2 --dist worksteal
 
@@ -20,10 +21,10 @@ setup: $(READY) $(CPART)
 demo: setup $(CACHE)
 	@$(BIN)/python -m deltabox demo
 
-test: setup $(CACHE)
+test: setup $(CACHE) $(EXAMPLE)
 	$(BIN)/python -m pytest -m "not full" $(WORKERS) $(ARGS)
 
-test-full: setup $(CACHE) $(FULL)
+test-full: setup $(CACHE) $(EXAMPLE) $(FULL)
 	$(BIN)/python -m pytest --timeout=1800 $(WORKERS) $(ARGS)
 
 bench: setup
@@ -54,6 +55,10 @@ $(CPART): $(READY) setup.py $(wildcard src/deltabox/*/*.c src/deltabox/*/*.h)
 
 $(CACHE): $(READY) src/deltabox/demo/library.py
 	@$(BIN)/python -m deltabox demo --fetch .cache/demo
+	@touch $@
+
+$(EXAMPLE): $(READY) examples/issue/library.py
+	@$(BIN)/python examples/solve_issue.py --fetch
 	@touch $@
 
 clean:
