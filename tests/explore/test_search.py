@@ -340,7 +340,7 @@ def test_an_interrupt_ends_it_all(sandbox: Sandbox, events: list[Any]) -> None:
     with pytest.raises(KeyboardInterrupt):
         explore.beam(sandbox, problem, width=1, depth=3, listeners=[events.append])
     assert time.monotonic() - began < 20
-    assert events[-1].reason == "error"
+    assert events[-1].reason == "interrupted"
     assert problem.value(sandbox) == 1 and len(sandbox.checkpoints) <= 2
 
 

@@ -79,7 +79,7 @@ class Ended(Event, frozen=True, tag="ended"):
 
     best: int
     score: float | None
-    reason: str  # done, found, expansions, seconds, error
+    reason: str  # done, found, expansions, seconds, memory, interrupted, error
     nodes: int
 
 

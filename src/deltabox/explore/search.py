@@ -410,6 +410,9 @@ class Search:
                 reason = "done"
             except Over as over:
                 reason = over.reason
+            except KeyboardInterrupt:
+                reason = "interrupted"
+                raise
             self._certain_best()
         finally:
             self._close()
