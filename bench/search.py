@@ -39,8 +39,16 @@ from deltabox.explore import State
 EXPANSIONS, QUICK_EXPANSIONS = 60, 10
 THOUGHT = (1.0, 3.0)  # seconds
 QUICK_THOUGHT = (0.1, 0.3)
-DEPTH = 4
+DEPTH = 6
+PATH = f"{ROOT}/boltons/{FILE}"
 WITHIN = 600.0
+
+# what does no harm and no good: a model proposes such things, too
+_CLASS = "class IndexedSet(MutableSet):\n"
+NOTES = tuple(
+    Proposal(f"note_{what}", f"a note about {what}", _CLASS, f"# to be looked at: {what}\n{_CLASS}")
+    for what in ("slices", "indices", "deletion")
+)
 
 OVERHEAD = "of our own, a node"
 RATIO = "total : model and actions"
@@ -64,17 +72,19 @@ class Repair:
         self._thought = thought
 
     def propose(self, state: State) -> tuple[Proposal, ...]:
+        text = state.files.read_text(PATH)  # it looks first, and thinks then
         with self._lock:
             seconds = self._chance.uniform(*self._thought)
         time.sleep(seconds)
-        return next_proposals(state.actions)
+        possible = (*next_proposals(state.actions), *NOTES)
+        new = (action for action in possible if action not in state.actions)
+        return tuple(action for action in new if action.apply(text) is not None)
 
     def apply(self, state: State, action: Proposal) -> None:
-        path = f"{ROOT}/boltons/{FILE}"
-        edited = action.apply(state.sandbox.files.read_text(path))
+        edited = action.apply(state.sandbox.files.read_text(PATH))
         if edited is None:
             raise ValueError("another change has taken its place")
-        state.sandbox.files.write_text(path, edited)
+        state.sandbox.files.write_text(PATH, edited)
         ask(state.counterpart(self._python), live.TAKE_OVER)
         state.counterpart(self._shell).run(f'tried="$tried {action.name}"')
 
@@ -127,7 +137,7 @@ class Comparison:
         end = self.events[-1].at
         elapsed, done = 0.0, 0
         paths: dict[int, tuple[Proposal, ...]] = {0: ()}
-        known = {proposal.name: proposal for proposal in (*SLICES, *INDICES)}
+        known = {proposal.name: proposal for proposal in (*SLICES, *INDICES, *NOTES)}
         with tempfile.TemporaryDirectory(prefix="deltabox-search-") as directory:
             pristine = Path(directory) / "pristine"
             library.unpack(library.archive(library.default_cache()), pristine)

@@ -48,27 +48,31 @@ def is_likely(live: Live, *, network: str) -> bool:
     return all(one.waits and not one.ends for one in activities(tids).values())
 
 
-def state_of(live: Live) -> Template | None:
+def state_of(live: Live, *, patience: bool = False) -> Template | None:
     """The template that holds the present state of a running tree, if the one filled last does.
 
-    OSError if the tree cannot be looked at.
+    With `patience` it is looked at again while threads are on their way back into the call that
+    they were stopped in. OSError if the tree cannot be looked at.
     """
     template = live.rested
     if template is None or template.closed:
         return None
-    with live.ahead.excluded():
-        found: dict[int, list[int]] = {}
-        for pid, tid in tasks(live.group):
-            if pid != live.init:
-                found.setdefault(pid, []).append(tid)
-        if found.keys() != live.spaces.keys():
-            return None
-        now = activities([tid for tids in found.values() for tid in tids])
-        rests = all(
-            space.rests({tid: now[tid] for tid in found[host] if tid in now})
-            for host, space in live.spaces.items()
-        )
-    return template if rests else None
+    for delay in (*(_ON_THE_WAY if patience else ()), 0.0):
+        with live.ahead.excluded():
+            found: dict[int, list[int]] = {}
+            for pid, tid in tasks(live.group):
+                if pid != live.init:
+                    found.setdefault(pid, []).append(tid)
+            if found.keys() != live.spaces.keys():
+                return None
+            now = activities([tid for tids in found.values() for tid in tids])
+            own = {host: {tid: now[tid] for tid in found[host] if tid in now} for host in found}
+            if all(space.rests(own[host]) for host, space in live.spaces.items()):
+                return template
+            if not any(space.is_on_its_way(own[host]) for host, space in live.spaces.items()):
+                return None
+        time.sleep(delay)
+    return None
 
 
 def never_left(live: Live, *, network: str) -> bool:

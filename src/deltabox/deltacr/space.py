@@ -287,6 +287,14 @@ class Space:
             return False
         return self._witness.expects(self._written())
 
+    def is_on_its_way(self, now: dict[int, Activity]) -> bool:
+        """Whether a thread has not yet got as far since the last stop as to fall asleep again."""
+        return self._witness is not None and any(
+            now[tid].switches == count
+            for tid, count in self._witness.switches.items()
+            if tid in now
+        )
+
     def rests(self, now: dict[int, Activity]) -> bool:
         """Whether a running process is just as it was at its last stop (see resting.py).
 

@@ -266,12 +266,13 @@ class Tree:
         """Whether it looks as if nothing would happen in the tree for a while."""
         return resting.is_likely(live, network=self.network)
 
-    def unmoved(self, live: Live) -> Template | None:
+    def unmoved(self, live: Live, *, patience: bool = False) -> Template | None:
         """The template that was filled last, if the tree is found to be in its state still.
 
-        Nobody is stopped for that. OSError if the tree cannot be looked at.
+        Nobody is stopped for that. `patience`: some milliseconds, if it was stopped just now.
+        OSError if the tree cannot be looked at.
         """
-        return resting.state_of(live) if live.network.carried else None
+        return resting.state_of(live, patience=patience) if live.network.carried else None
 
     def never_left(self, live: Live) -> bool:
         """Whether a restored tree is found to be in the state it was restored to. As `unmoved`."""

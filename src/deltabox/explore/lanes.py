@@ -24,6 +24,7 @@ from typing import Final
 
 from ..checkpoint import Checkpoint
 from ..errors import DeltaBoxError
+from ..files import Files
 from ..sandbox import Sandbox
 
 SPARE: Final = 2  # lanes more than workers, at most
@@ -140,6 +141,11 @@ class Lane:
         self.sandbox = sandbox
         self.place: Place | None = place
         self.saving: Place | None = None  # whose checkpoint is being taken in it
+
+    @property
+    def files(self) -> Files:
+        """Its files."""
+        return self.sandbox.files
 
     def settle(self) -> None:
         """Wait until its state may be changed."""
@@ -260,6 +266,8 @@ class Lanes:
         def work() -> None:
             brought = lane
             try:
+                if self.closed:
+                    return
                 if brought is None:
                     brought = self._make(place)
                 else:
@@ -309,16 +317,25 @@ class Visit:
         self._lane: Lane | None = None
         self.waited = 0.0  # seconds
 
+    @property
     def sandbox(self) -> Sandbox:
         """A sandbox in that state, whose checkpoint has been taken."""
+        return self._at(settled=True).sandbox
+
+    @property
+    def files(self) -> Files:
+        """Its files; the checkpoint may still be being taken, and does not mind being read."""
+        return self._at(settled=False).sandbox.files
+
+    def _at(self, *, settled: bool) -> Lane:
         with self._lock:
+            began = time.perf_counter()
             if self._lane is None:
-                began = time.perf_counter()
-                lane = self._stack.enter_context(self._lanes.use(self._place))
-                lane.go(self._place)
-                self._lane = lane
-                self.waited = time.perf_counter() - began
-            return self._lane.sandbox
+                self._lane = self._stack.enter_context(self._lanes.use(self._place))
+            if settled or not self._lane.is_at(self._place):
+                self._lane.go(self._place)
+            self.waited += time.perf_counter() - began
+            return self._lane
 
     def __enter__(self) -> Visit:
         for place in (self._place, *self._then):

@@ -6,14 +6,25 @@ done, and is told a number.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from ..files import Files
 from ..process import Handle
 from ..sandbox import Sandbox
 
 H = TypeVar("H", bound=Handle)
+
+
+class Where(Protocol):
+    """What has a sandbox in a state, or will have one when it is asked."""
+
+    @property
+    def sandbox(self) -> Sandbox: ...
+
+    @property
+    def files(self) -> Files: ...
 
 
 @dataclass(frozen=True)
@@ -23,7 +34,7 @@ class State:
     What `apply` and `score` do in its sandbox becomes part of it.
     """
 
-    _sandbox: Callable[[], Sandbox] = field(repr=False)
+    _where: Where = field(repr=False)
     actions: tuple[Any, ...]  # that have led here from the root
     scores: tuple[float, ...]  # of the states on the way, this one's last; the root has none
     result: Any = None  # what the last `apply` returned
@@ -38,7 +49,12 @@ class State:
         asked something would be kept with the answer on its way otherwise, and whoever goes back
         there would read an answer to a question of somebody else's.
         """
-        return self._sandbox()
+        return self._where.sandbox
+
+    @property
+    def files(self) -> Files:
+        """Its files, to be read: that needs not wait for the state's checkpoint."""
+        return self._where.files
 
     @property
     def depth(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from ..checkpoint import Checkpoint
 from ..sandbox import Sandbox
 from .events import Began, Dropped, Ended, Failed, Listener, Noted, Proposed, Stepped
-from .lanes import SPARE, Holdings, Lanes, Place, Visit
+from .lanes import SPARE, Holdings, Lane, Lanes, Place, Visit
 from .problem import Problem, State, described
 
 T = TypeVar("T")
@@ -266,13 +266,13 @@ class Search:
         """A state to look at."""
         assert node.place is not None
         with Visit(self._lanes, node.place, ()) as visit:
-            yield self._state(node, visit.sandbox)
+            yield self._state(node, visit)
 
     # -- one node ----------------------------------------------------------------------------
 
-    def _state(self, node: Node, sandbox: Callable[[], Sandbox]) -> State:
+    def _state(self, node: Node, where: Visit | Lane) -> State:
         scores = tuple(one.score for one in node.path)
-        return State(sandbox, node.actions, scores, node.result, node.notes)
+        return State(where, node.actions, scores, node.result, node.notes)
 
     def _propose(self, node: Node, then: Sequence[Place]) -> list[Any]:
         if node.proposed is None:
@@ -281,7 +281,7 @@ class Search:
                 return []
             with Visit(self._lanes, place, then) as visit:
                 began = time.perf_counter()
-                state = self._state(node, visit.sandbox)
+                state = self._state(node, visit)
                 node.proposed = list(self.call(self.problem.propose, state))
                 took = time.perf_counter() - began
             self.tell(
@@ -311,13 +311,10 @@ class Search:
             with self._lanes.use(here, then or [here]) as lane:  # mostly here again
                 lane.go(here)
                 lane.place = None
-                sandbox = lane.sandbox
                 began = time.perf_counter()
-                node.result = self.call(
-                    self.problem.apply, self._state(parent, lambda: sandbox), action
-                )
+                node.result = self.call(self.problem.apply, self._state(parent, lane), action)
                 applied = time.perf_counter()
-                score = float(self.call(self.problem.score, self._state(node, lambda: sandbox)))
+                score = float(self.call(self.problem.score, self._state(node, lane)))
                 scored = time.perf_counter()
                 if math.isnan(score):
                     raise ValueError("the score is not a number")

@@ -160,7 +160,8 @@ class _Tree:
         self._sums: dict[Node, float] = {}
         self._untried: dict[Node, list[Any]] = {}
         self._done: set[Node] = set()  # with nothing left to try, there or below
-        self.likely: list[Node] = []  # where the next would be chosen if these bring nothing
+        # where the next would be chosen if these bring nothing, and if they bring what was there
+        self.likely: list[Node] = []
 
     def choose(self, count: int) -> list[tuple[Node, Any]]:
         """The next actions to do, where."""
@@ -172,11 +173,19 @@ class _Tree:
                 break
             chosen.append((node, self._untried[node].pop(0)))
             self._visit(node, 0.0)  # until it is known
-        likely = self._look_ahead(busy)
-        self.likely = [] if likely is None else [likely]
-        for node, _ in chosen:
+        nodes = [node for node, _ in chosen]
+        likely = [self._look_ahead(busy)]
+        for node in nodes:
             self._visit(node, 0.0, -1)
+            self._visit(node, self._as_before(node))
+        likely.append(self._look_ahead(busy))
+        for node in nodes:
+            self._visit(node, self._as_before(node), -1)
+        self.likely = [node for node in dict.fromkeys(likely) if node is not None]
         return chosen
+
+    def _as_before(self, node: Node) -> float:
+        return 0.0 if math.isinf(node.score) else node.score
 
     def learn(self, node: Node) -> None:
         """A new node's score counts for all on its path; a failed one brings nothing."""
@@ -186,7 +195,7 @@ class _Tree:
         at: Node | None = node
         while at is not None:
             self._visits[at] = self._visits.get(at, 0) + times
-            self._sums[at] = self._sums.get(at, 0.0) + score
+            self._sums[at] = self._sums.get(at, 0.0) + score * times
             at = at.parent
 
     def _go_down(self, busy: set[Node]) -> Node | None:

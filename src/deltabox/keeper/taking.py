@@ -45,9 +45,12 @@ class Taken:
     stats: dict[str, Any]
 
 
-def unchanged(box: Box, *, wait: bool = True) -> tuple[Rested, Saved] | None:
+def unchanged(
+    box: Box, *, wait: bool = True, patience: bool = False
+) -> tuple[Rested, Saved] | None:
     """The last state that was captured, and what we are to remember, if that is the present one.
 
+    `patience`: some milliseconds for those who are on their way back after it.
     Raises `Busy` if it would have to wait and must not.
     """
     rested = box.rested
@@ -57,7 +60,8 @@ def unchanged(box: Box, *, wait: bool = True) -> tuple[Rested, Saved] | None:
         with box.changed:
             box.check_open()
         try:
-            if box.tree.engine.unmoved(box.live) is not rested.state.template:
+            found = box.tree.engine.unmoved(box.live, patience=patience)
+            if found is not rested.state.template:
                 return None
         except OSError as error:
             log.info("%s: a process ends: %s", box.number, error)
@@ -74,7 +78,7 @@ def at_head(box: Box) -> bool:
     """
     if _just_arrived(box):
         return True
-    found = unchanged(box)
+    found = unchanged(box, patience=True)
     with box.tree.lock:
         head = None if box.head is None else box.tree.nodes.get(box.head)
     return found is not None and head is not None and found[0].state is head.state
