@@ -14,7 +14,7 @@ state that an action starts from it copies the files and runs everything again, 
 (src/deltabox/demo/rival.py): measured for each node, without a sandbox, and without the tests on
 the way. "nodes in the same time" is how many it gets done until our search has ended.
 
-    python bench/search.py [--expansions N] --json out.json
+    python bench/search.py [--expansions N] --json out.json [--picture docs/search.svg]
 """
 
 from __future__ import annotations
@@ -162,7 +162,15 @@ class Comparison:
 @click.command()
 @options
 @click.option("--expansions", type=click.IntRange(min=1), help="Of the search; 60, or 10.")
-def main(*, output: Path | None, quick: bool, budget: float | None, expansions: int | None) -> None:
+@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Of the curve.")
+def main(
+    *,
+    output: Path | None,
+    quick: bool,
+    budget: float | None,
+    expansions: int | None,
+    picture: Path | None,
+) -> None:
     """Measure a search."""
     recorder = Recorder("search", what=__doc__, budget=budget, quick=quick)
     recorder.expect(OVERHEAD, unit="ms", goal=5.0)
@@ -180,6 +188,10 @@ def main(*, output: Path | None, quick: bool, budget: float | None, expansions: 
     if recorder.attempt("the search", comparison.search, limit=WITHIN):
         recorder.attempt("its rival", partial(comparison.rival), limit=WITHIN)
     finish(recorder, output)
+    if picture is not None:
+        from pictures import draw  # which is slow to import, and not always there
+
+        draw(recorder.report(), CURVE, picture)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Problem(Protocol):
 
     >>> class Repair:                                       # doctest: +SKIP
     ...     def propose(self, state):
-    ...         return model.edits(state.sandbox.files.read_text("/src/lib.py"))
+    ...         return model.edits(state.files.read_text("/src/lib.py"))
     ...     def apply(self, state, action):
     ...         state.sandbox.files.write_text("/src/lib.py", action)
     ...     def score(self, state):
