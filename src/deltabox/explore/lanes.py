@@ -295,12 +295,16 @@ class Lanes:
         with self._changed:
             return self._closed
 
-    def close(self) -> None:
-        """End them all; what is being done in one is cut off."""
+    def stop(self) -> None:
+        """Let nobody have one any more, and bring none anywhere."""
         with self._changed:
             self._closed = True
-            lanes = list(self._all)
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """End them all; what is being done in one is cut off."""
+        self.stop()
+        lanes = list(self._all)
         with ThreadPoolExecutor(len(lanes) or 1) as closing:
             list(closing.map(lambda lane: lane.sandbox.close(), lanes))
 

@@ -425,6 +425,7 @@ class Search:
     def _close(self) -> None:
         """End all sandboxes, and let go of every state but the best."""
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self._lanes.stop()
         self._savers.shutdown(wait=True)  # or a checkpoint would be taken of one that is closed
         self._lanes.close()
         self._workers.shutdown(wait=True)
