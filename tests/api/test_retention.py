@@ -141,7 +141,7 @@ def test_an_answer_that_nobody_took_is_no_reference(sandbox: Sandbox) -> None:
     taken = []
     for claims in (False, True):
         channel = sandbox._keeper._connect()
-        channel.send({"op": "checkpoint", "box": sandbox._box, "name": None})
+        channel.send({"op": "checkpoint", "box": sandbox._box, "name": None, "reuse": False})
         answer = channel.receive()
         assert answer is not None
         taken.append(answer["ok"]["id"])

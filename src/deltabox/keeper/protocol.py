@@ -29,7 +29,7 @@ from .. import errors
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = 1
+VERSION: Final = 2
 LARGEST: Final = 1 << 30
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
