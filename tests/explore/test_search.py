@@ -172,7 +172,10 @@ def test_reflexion_remembers(sandbox: Sandbox, number: Number, events: list[Any]
 
 def test_an_action_that_changes_nothing_takes_no_checkpoint(sandbox: Sandbox) -> None:
     """Its node is in its parent's state; that is freed when none of them needs it any more."""
-    sandbox.shell()
+    sandbox.shell().run("true")
+    deadline = time.monotonic() + 20
+    while any(process.state != "S" for process in sandbox.processes()):
+        assert time.monotonic() < deadline, "the shell does not wait for its next command"
 
     class Looks:
         def propose(self, state: State) -> list[str]:

@@ -3,7 +3,8 @@
 `LO_FLAGS_AUTOCLEAR` makes the kernel detach the file when the device's last opener (for us:
 the btrfs mount) goes, so a killed engine leaves no device behind. `LOOP_CTL_GET_FREE` only
 says which device *is* free, another process may take it before us: `LOOP_CONFIGURE` then
-answers EBUSY and we ask again. Numbers are from include/uapi/linux/loop.h, see loop(4).
+answers EBUSY, or the opening ENXIO, and we ask again. Numbers are from include/uapi/linux/loop.h,
+see loop(4).
 """
 
 from __future__ import annotations
@@ -59,8 +60,13 @@ def attach(file: int, *, name: str, direct_io: bool, block_size: int = 4096) -> 
             number = fcntl.ioctl(control, LOOP_CTL_GET_FREE)
             try:
                 device = _open_device(number)
-            except FileNotFoundError:  # udev was slower, or another process removed it
-                time.sleep(0.001)
+            except OSError as error:
+                # ENOENT: udev was slower, or another process has removed it. ENXIO: another process
+                # has taken it and let go of it meanwhile, and its end is not over (Lo_rundown in
+                # drivers/block/loop.c)
+                if error.errno not in (errno.ENOENT, errno.ENXIO):
+                    raise
+                time.sleep(random.uniform(0, 0.001) * (attempt + 1))
                 continue
             try:
                 fcntl.ioctl(device, LOOP_CONFIGURE, config)
