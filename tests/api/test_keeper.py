@@ -269,6 +269,7 @@ def test_cycles_leave_nothing(state: Path) -> None:
     cycles(state, 20)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_two_hundred_cycles_leave_nothing(state: Path) -> None:
     cycles(state, 200)

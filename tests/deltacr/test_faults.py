@@ -193,17 +193,42 @@ def test_fork(state: State, kind: str) -> None:
     assert _each_fault(state, kind, operation) > 20
 
 
-@pytest.mark.parametrize("kind", ["call", "record"])
-def test_create_and_close(state: State, kind: str) -> None:
+# each hidden path costs a dozen calls, which are the same for all
+FEW = ["/root/.ssh", "/home/*/.netrc", "/etc/shadow-", "/missing/*/below", "/var/lib/../lib/cloud"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hide"),
+    [
+        ("call", FEW),
+        ("record", None),
+        pytest.param("call", None, marks=[pytest.mark.full, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_create_and_close(state: State, kind: str, hide: list[str] | None) -> None:
     def operation(look: bool) -> None:
         if look:
             state.works(state.sandbox, "1", state.counter)
             state.counter += 1
             return
-        with Sandbox.create() as other:
+        with Sandbox.create(hide=hide, visibility=["/srv"]) as other:
             assert other.run("echo hi").stdout == "hi\n"
 
     assert _each_fault(state, kind, operation) > 20
+
+
+@pytest.mark.full
+def test_forks_with_what_all_see(state: State) -> None:
+    def operation(look: bool) -> None:
+        if look:
+            state.works(state.sandbox, "1", state.counter)
+            state.counter += 1
+            return
+        with Sandbox.create(hide=[], visibility=["/srv"]) as other, other.fork() as fork:
+            fork.files.write_text("/srv/a", "")
+            assert other.files.exists("/srv/a")
+
+    assert _each_fault(state, "call", operation) > 20
 
 
 @pytest.mark.parametrize("operation", ["checkpoint", "rollback", "fork"])
