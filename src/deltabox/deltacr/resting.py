@@ -91,9 +91,10 @@ def never_left(live: Live, *, network: str) -> bool:
         return False
     for delay in (*_ON_THE_WAY, None):
         now = activities([tid for pid, tid in tasks(live.group) if pid != live.init]).values()
-        if all(one.waits for one in now):
-            at = sorted(one.place for one in now)
-            return at == places and not any(one.ends for one in now)
+        if all(one.waits and not one.ends for one in now):
+            if sorted(one.place for one in now) == places:
+                return True
+            # or they still wait to be let go
         if delay is not None:
             time.sleep(delay)
     return False
