@@ -91,10 +91,11 @@ def never_left(live: Live, *, network: str) -> bool:
         return False
     for delay in (*_ON_THE_WAY, None):
         now = activities([tid for pid, tid in tasks(live.group) if pid != live.init]).values()
-        if all(one.waits and not one.ends for one in now):
-            if sorted(one.place for one in now) == places:
-                return True
-            # or they still wait to be let go
+        # at another place they may still wait to be let go
+        if all(one.waits and not one.ends for one in now) and (
+            sorted(one.place for one in now) == places
+        ):
+            return True
         if delay is not None:
             time.sleep(delay)
     return False
