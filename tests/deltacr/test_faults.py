@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from deltabox import DeltaBoxError, Process, Sandbox, Shell
+from tests.api.test_growth import until
 from tests.api.test_standby import awaited, used
 from tests.conftest import keeper_of_its_own
 from tests.objects.test_mqueue import CALLS
@@ -117,6 +118,11 @@ def _held(pid: int) -> dict[str, int]:
     }
 
 
+def _groups(pid: int) -> set[Path]:
+    """The control groups of trees, in all hierarchies."""
+    return {group for group in Path("/sys/fs/cgroup").glob(f"*/deltabox-{pid}/*") if group.is_dir()}
+
+
 @pytest.fixture
 def state(faulty: None) -> Iterator[State]:
     made = State()
@@ -214,7 +220,10 @@ def test_create_and_close(state: State, kind: str, hide: list[str] | None) -> No
         with Sandbox.create(hide=hide, visibility=["/srv"]) as other:
             assert other.run("echo hi").stdout == "hi\n"
 
+    pid = _keeper_pid(state)
+    before = _groups(pid)
     assert _each_fault(state, kind, operation) > 20
+    assert until(lambda: _groups(pid) == before), "control groups of trees are left"
 
 
 @pytest.mark.full
@@ -228,7 +237,10 @@ def test_forks_with_what_all_see(state: State) -> None:
             fork.files.write_text("/srv/a", "")
             assert other.files.exists("/srv/a")
 
+    pid = _keeper_pid(state)
+    before = _groups(pid)
     assert _each_fault(state, "call", operation) > 20
+    assert until(lambda: _groups(pid) == before), "control groups of trees are left"
 
 
 @pytest.mark.parametrize("operation", ["checkpoint", "rollback", "fork"])

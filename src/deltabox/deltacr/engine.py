@@ -8,7 +8,7 @@ is cloned from it: see tree.py.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import resource
 from collections.abc import Callable
@@ -25,6 +25,8 @@ from .template import Template
 from .tree import Tree
 
 __all__ = ["Engine", "Exit", "Live", "Template", "Tree", "remove_cgroup"]
+
+log = logging.getLogger(__name__)
 
 _INTERPRETER = Path(__file__).with_name("_interpreter")
 
@@ -95,5 +97,10 @@ class Engine:
     def close(self) -> None:
         self.seed.close()
         end_task(self._task)
-        with contextlib.suppress(FileNotFoundError):
-            cgroup.remove(self.group)
+        for root in cgroup.hierarchies().values():
+            try:
+                cgroup.remove(root / self.name)  # with what an error has left of a tree
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                log.warning("a control group is left: %s", error)

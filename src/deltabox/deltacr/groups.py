@@ -125,10 +125,21 @@ class Groups:
                 )
 
     def remove(self) -> None:
-        """Nobody is in any of them."""
+        """End whoever is left in them, after an error, and remove as many as can be.
+
+        What cannot stays in the journal, and the first error is raised.
+        """
+        errors: list[OSError] = []
+        with contextlib.suppress(OSError):
+            cgroup.kill(self.group)
         for group in [*self._legacy, self.group]:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 cgroup.remove(group)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                errors.append(error)
+                continue
             self._on_gone("cgroup", str(group))
         for number in range(1, self._count + 1):
             self._on_gone("cgroup", str(self.group / f"box-{number}"))
@@ -136,3 +147,5 @@ class Groups:
             # the engine's own group in that hierarchy goes with its last tree
             with contextlib.suppress(OSError):
                 group.parent.rmdir()
+        if errors:
+            raise errors[0]

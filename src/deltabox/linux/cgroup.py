@@ -85,6 +85,15 @@ def remove(path: Path, timeout: float = 5.0) -> None:
                 time.sleep(0.002)  # exiting tasks leave the group a moment after they are reaped
 
 
+def kill(path: Path) -> None:
+    """Kill everybody in a v2 group and below it. It can only be removed then (see live.py)."""
+    fd = os.open(path / "cgroup.kill", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, b"1")
+    finally:
+        os.close(fd)
+
+
 def freeze(path: Path, frozen: bool) -> None:
     """Freeze a v2 group, or thaw it; `wait_event` tells when everybody in it has stopped."""
     fd = os.open(path / "cgroup.freeze", os.O_WRONLY | os.O_CLOEXEC)
