@@ -27,6 +27,8 @@ from rich.table import Table
 from deltabox import DeltaBoxError
 from deltabox.integrations.gymnasium import LiveEnv
 
+AT_LEAST_ONE = click.IntRange(min=1)
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -131,9 +133,17 @@ def table(title: str, attempts: list[Attempt]) -> Table:
 
 @click.command()
 @click.argument("environment", default="CartPole-v1")
-@click.option("--children", default=16, show_default=True, help="How many attempts.")
-@click.option("--before", default=8, show_default=True, help="Steps before the fork.")
-@click.option("--horizon", default=200, show_default=True, help="Most steps of an attempt.")
+@click.option("--children", type=AT_LEAST_ONE, default=16, show_default=True, help="Attempts.")
+@click.option(
+    "--before",
+    type=click.IntRange(min=0),
+    default=8,
+    show_default=True,
+    help="Steps before the fork.",
+)
+@click.option(
+    "--horizon", type=AT_LEAST_ONE, default=200, show_default=True, help="Most steps of an attempt."
+)
 @click.option("--seed", default=1, show_default=True, help="Of the episode and the policies.")
 @click.option("--python", help="The Python inside, with gymnasium; by default this one.")
 def main(
