@@ -128,7 +128,7 @@ class Memories:
         known = space.known
         assert known is not None and known.present is not None
         found = space.map(refusing(host, space.pid))
-        verify.same(f"the map of pid {space.pid}", known.text, found.text)
+        verify.same_map(f"the map of pid {space.pid}", known.text, found.text)
         # joined, because whether they are watched may have been found out later
         before, after = (
             bulk.union([pages, pages]).packed

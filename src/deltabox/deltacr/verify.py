@@ -51,6 +51,34 @@ def same(what: str, believed: object, found: object) -> None:
         raise CheckpointError(f"verification: {what} changed unnoticed: {believed} -> {found}")
 
 
+def same_map(what: str, believed: bytes, found: bytes) -> None:
+    """The same of two texts of /proc/PID/smaps, its lines of addresses and VmFlags.
+
+    Adjoining mappings that are alike in everything are one: the kernel joins them when it likes, as
+    when we have it watch what is written (vma_merge, mm/vma.c).
+    """
+    if believed != found:
+        same(what, _joined(believed), _joined(found))
+
+
+def _joined(text: bytes) -> list[tuple[int, int, int, bytes, bytes]]:
+    """(start, end, offset, the rest of its line, VmFlags) of each mapping."""
+    lines = text.splitlines()
+    joined: list[tuple[int, int, int, bytes, bytes]] = []
+    for line, flags in zip(lines[::2], lines[1::2], strict=True):
+        addresses, access, at, device, inode, *path = line.split(None, 5)
+        start, end = (int(part, 16) for part in addresses.split(b"-"))
+        rest, offset = b" ".join([access, device, inode, *path]), int(at, 16)
+        if joined:
+            low, high, first, before, flagged = joined[-1]
+            goes_on = inode == b"0" or offset == first + high - low
+            if high == start and (before, flagged) == (rest, flags) and goes_on:
+                joined[-1] = low, end, first, rest, flags
+                continue
+        joined.append((start, end, offset, rest, flags))
+    return joined
+
+
 def _check(process: Process, own: int, held: int, stash: Stash, kernels: set[int]) -> None:
     for mapping in process.mappings:
         kept = stash.held.get((process.pid, mapping.start))

@@ -214,7 +214,8 @@ class Requests:
             with found.changed:
                 found.check_open()
                 live = found.live
-            return [_process(info) for info in live.processes()]
+            with live.ahead.excluded():  # or those whom it stops would seem to wait for the disk
+                return [_process(info) for info in live.processes()]
 
     # -- checkpoints -------------------------------------------------------------------------
 
