@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,6 +184,32 @@ def test_what_goes_on_by_itself_is_never_given_again(box: Sandbox, program: str)
         box.rollback(here)
         assert box.checkpoint(reuse=True) != here
         time.sleep(0.02)
+
+
+def test_what_only_the_engine_remembers_is_not_given_again(box: Sandbox) -> None:
+    """Output that has been read, somebody who waits, a registration: they belong to the state."""
+    process = box.spawn(["python3", "-c", "print('one\\ntwo', flush=True); input()"])
+    assert process.stdout.readline(timeout=20) == "one\n"
+    here = _settled(box)
+    assert _asleep(box) and box.checkpoint(reuse=True) == here
+    for how in ("checkpoint", "rollback"):
+        if how == "rollback":
+            box.rollback(here)
+            assert _asleep(box) and box.checkpoint(reuse=True) == here
+        assert process.stdout.readline() == "two\n"
+        assert box.checkpoint(reuse=True) != here, "the line would come twice"
+    box.rollback(here)
+    with ThreadPoolExecutor(1) as pool:
+        line = pool.submit(process.stdout.read_until, "three", 20)
+        try:
+            assert until(lambda: box.checkpoint(reuse=True) != here), "nobody seems to wait"
+        finally:
+            process.kill()
+        with pytest.raises(EOFError):
+            line.result()
+    box.rollback(here)
+    box.on_fork(process, 10)
+    assert box.checkpoint(reuse=True) != here
 
 
 def test_one_that_is_there_has_its_name(box: Sandbox) -> None:

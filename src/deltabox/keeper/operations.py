@@ -55,11 +55,14 @@ def checkpoint(box: Box, name: str | None, *, reuse: bool, budget: Budget) -> No
     """
     tree = box.tree
     with box.operating("take a checkpoint"):
-        if reuse and box.head is not None and taking.at_head(box):
+        if reuse and box.head is not None:
             with tree.lock:
-                if (node := tree.nodes.get(box.head)) is not None and not node.deleted:
-                    tree.refer(node)
-                    return node
+                node = tree.nodes.get(box.head)
+            if node is not None and taking.at_head(box, node):
+                with tree.lock:
+                    if not node.deleted:
+                        tree.refer(node)
+                        return node
         return _patiently(box, name, budget=budget)
 
 

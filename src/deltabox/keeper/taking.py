@@ -23,7 +23,7 @@ from ..deltafs import diff
 from ..deltafs.layers import Snapshot
 from ..errors import CheckpointError, DeltaBoxError
 from .box import Box, Busy, Saved
-from .nodes import Rested, State
+from .nodes import Node, Rested, State
 
 if TYPE_CHECKING:
     from .trees import Tree
@@ -71,36 +71,42 @@ def unchanged(
             return (rested, saved) if box.traces() == rested.traces else None
 
 
-def at_head(box: Box) -> bool:
+def at_head(box: Box, head: Node) -> bool:
     """Whether the present state is the one of the checkpoint that the sandbox stands on.
 
-    True only if that is certain.
+    True only if that is certain. What the keeper remembers is compared as well: what a caller has
+    fetched of a program's output, or has begun to wait for, leaves no trace in the programs.
     """
-    if _just_arrived(box):
-        return True
-    found = unchanged(box, patience=True)
-    with box.tree.lock:
-        head = None if box.head is None else box.tree.nodes.get(box.head)
-    return found is not None and head is not None and found[0].state is head.state
+    saved = _just_arrived(box)
+    if saved is None:
+        found = unchanged(box, patience=True)
+        if found is None or found[0].state is not head.state:
+            return False
+        saved = found[1]
+    return (saved.handles, saved.calls, saved.registered) == (
+        head.saved.handles,
+        head.saved.calls & saved.calls,  # others have ended since
+        head.saved.registered,
+    )
 
 
-def _just_arrived(box: Box) -> bool:
-    """Whether it is as it was when it was brought here by a rollback or fork."""
+def _just_arrived(box: Box) -> Saved | None:
+    """What we are to remember, if all is as it was brought here by a rollback or fork."""
     with box.steady:
         with box.changed:
             box.check_open()
             arrived = box.arrived
         if arrived is None or arrived[0] is not box.live:
-            return False
+            return None
         try:
             if not box.tree.engine.never_left(box.live):
-                return False
+                return None
         except OSError as error:
             log.info("%s: a process ends: %s", box.number, error)
-            return False
+            return None
         with box.changed:
-            box.save()  # what is in the pipes counts
-            return box.traces() == arrived[1]
+            saved = box.save()  # what is in the pipes counts
+            return saved if box.traces() == arrived[1] else None
 
 
 def stats_again(rested: Rested) -> dict[str, Any]:
