@@ -7,10 +7,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from signal import SIGKILL, SIGSTOP
 from typing import Final
 
 Command = str | Sequence[str]
 
+_HOSTNAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,62}[A-Za-z0-9])?", re.ASCII)
+_UNSENDABLE: Final = (SIGKILL, SIGSTOP, 32, 33)  # libc keeps the last two
 _UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -63,6 +66,32 @@ def directory(cwd: str) -> str:
     if not cwd.startswith("/"):
         raise ValueError(f"cwd is an absolute path inside the sandbox, {cwd!r} is not")
     return cwd
+
+
+def world(
+    *, network: str, hostname: str, on_external: str, hide: object, pids_limit: int | None
+) -> None:
+    """Check what a sandbox is to be like."""
+    if network not in ("none", "nat", "host"):
+        raise ValueError(f"network is 'none', 'nat' or 'host', not {network!r}")
+    if not isinstance(hostname, str) or not _HOSTNAME.fullmatch(hostname):
+        raise ValueError(
+            f"a host name has up to 64 letters, digits, '-' and '.', unlike {hostname!r}"
+        )
+    if on_external not in ("reset", "refuse"):
+        raise ValueError(f"on_external is 'reset' or 'refuse', not {on_external!r}")
+    if isinstance(hide, (str, bytes)):
+        raise TypeError("hide is a list of paths, not one string")
+    if pids_limit is not None and pids_limit < 1:
+        raise ValueError("pids_limit must be more than 0")
+
+
+def signal(number: int | None) -> None:
+    """Check one that a program is to be told something by."""
+    if isinstance(number, bool) or not isinstance(number, int | None):
+        raise TypeError(f"a signal is an int or None, not {type(number).__name__}")
+    if number is not None and (not 1 <= number <= 64 or number in _UNSENDABLE):
+        raise ValueError(f"signal {number} cannot be handled by a program")
 
 
 def shared(visibility: str | Sequence[str]) -> list[str]:

@@ -7,8 +7,6 @@ sandbox is remembered here. All methods may be called from any thread at any tim
 from __future__ import annotations
 
 import os
-import re
-import signal as signals
 import threading
 import time
 import warnings
@@ -16,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 from . import _arguments as arguments
 from ._arguments import Command
@@ -44,8 +42,6 @@ if TYPE_CHECKING:
 
 H = TypeVar("H", bound=Handle)
 
-_HOSTNAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,62}[A-Za-z0-9])?", re.ASCII)
-_UNSENDABLE: Final = (signals.SIGKILL, signals.SIGSTOP, 32, 33)  # libc keeps the last two
 _trees: dict[str, weakref.WeakSet[Sandbox]] = {}
 _trees_lock = threading.Lock()
 
@@ -133,18 +129,13 @@ class Sandbox:
         Raises `HostUnsupported` where the engine cannot run, `ValueError` for a base that is no
         directory, `NoSpace`.
         """
-        if network not in ("none", "nat", "host"):
-            raise ValueError(f"network is 'none', 'nat' or 'host', not {network!r}")
-        if not isinstance(hostname, str) or not _HOSTNAME.fullmatch(hostname):
-            raise ValueError(
-                f"a host name has up to 64 letters, digits, '-' and '.', unlike {hostname!r}"
-            )
-        if on_external not in ("reset", "refuse"):
-            raise ValueError(f"on_external is 'reset' or 'refuse', not {on_external!r}")
-        if isinstance(hide, (str, bytes)):
-            raise TypeError("hide is a list of paths, not one string")
-        if pids_limit is not None and pids_limit < 1:
-            raise ValueError("pids_limit must be more than 0")
+        arguments.world(
+            network=network,
+            hostname=hostname,
+            on_external=on_external,
+            hide=hide,
+            pids_limit=pids_limit,
+        )
         made = keeper()
         with made.making(
             "create",
@@ -463,10 +454,7 @@ class Sandbox:
 
         Raises `ProcessLookupError` when there is no such process, `StaleHandle`.
         """
-        if isinstance(signal, bool) or not isinstance(signal, int | None):
-            raise TypeError(f"a signal is an int or None, not {type(signal).__name__}")
-        if signal is not None and (not 1 <= signal <= 64 or signal in _UNSENDABLE):
-            raise ValueError(f"signal {signal} cannot be handled by a program")
+        arguments.signal(signal)
         if isinstance(process, Handle):
             if process.sandbox._tree != self._tree:
                 raise ValueError(f"{process!r} belongs to another tree of sandboxes")

@@ -31,7 +31,8 @@ from .model import Mapping as Vma
 from .objects.ghosts import Attic
 from .objects.seccomp import forbids_restart
 from .peer import PeerGone, ProgramFailed, insist
-from .program import compile_program, is_plain
+from .plain import is_plain
+from .program import compile_program
 from .stash import feed, plan
 from .template import Stats, Template
 

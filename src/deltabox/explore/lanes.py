@@ -181,8 +181,7 @@ class Lanes:
         self._sandbox = sandbox
         self._root = root
         self._executor = executor
-        self._spare = SPARE
-        self._left = workers + self._spare
+        self._left = workers + SPARE
         self._free: list[Lane] = []  # who has been free for the longest first
         self._bound: list[Place] = []  # where lanes are being brought
         self._all: list[Lane] = []
@@ -249,7 +248,7 @@ class Lanes:
     def bring(self, place: Place) -> None:
         """Have a lane that nobody uses be brought to a state, in the background."""
         with self._changed:
-            if self._closed or place in self._bound or len(self._bound) >= self._spare:
+            if self._closed or place in self._bound or len(self._bound) >= SPARE:
                 return
             if self._find(place) is not None:
                 return

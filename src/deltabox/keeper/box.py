@@ -21,7 +21,6 @@ import errno
 import functools
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +33,7 @@ from ..deltacr.model import External
 from ..deltafs.layers import Layer
 from ..errors import BranchStale, DeltaBoxError, RolledBack, SandboxClosed, StaleHandle
 from ..linux import terminal as tty
-from ..linux.openat2 import openat2
-from .handles import Handle, SavedHandle, portable, restored
+from .handles import Handle, SavedHandle, nothing, portable, restored
 from .identity import Identity, Registration, Registrations, find
 from .streams import READ, Pump, Writer
 
@@ -303,7 +301,7 @@ class Box:
             try:
                 stdio = dict(ends)
                 if 0 not in stdio:
-                    stdio[0] = self._null(live)
+                    stdio[0] = nothing(live.root)
                     ends[0] = stdio[0]
                 spawn = functools.partial(
                     live.spawn,
@@ -353,27 +351,6 @@ class Box:
         self._spawning -= 1
         if not self._spawning:
             self._early.clear()
-
-    def _null(self, live: Live) -> int:
-        """A new file description of the sandbox's own /dev/null.
-
-        Where a program has put something else in its place: a pipe that has ended.
-        """
-        try:
-            path = openat2(live.root, "dev/null", os.O_PATH | os.O_NOFOLLOW)
-        except OSError:
-            path = -1
-        try:
-            if path >= 0:
-                found = os.fstat(path)
-                if stat.S_ISCHR(found.st_mode) and found.st_rdev == os.makedev(1, 3):
-                    return os.open(f"/proc/self/fd/{path}", os.O_RDWR | os.O_CLOEXEC)
-        finally:
-            if path >= 0:
-                os.close(path)
-        fd, other = os.pipe2(os.O_CLOEXEC)
-        os.close(other)
-        return fd
 
     def on_reports(self, _events: int) -> None:
         """The live tree's PID 1 has something to report (pump's thread)."""

@@ -13,6 +13,7 @@ which by the key `"<number>/<stream>"`.
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ..deltacr.model import External
+from ..linux.openat2 import openat2
 from ..linux.proc import inside_pids
 from .streams import Kept, Pump, Reader, SavedReader, SavedWriter, Unread, Writer
 from .terminal import Terminal
@@ -365,3 +367,25 @@ def portable(command: Command) -> Command:
         return command
     before = frozenset(inside_pids(command.before).values())
     return replace(command, before=before, inside=True)
+
+
+def nothing(root: int) -> int:
+    """For a standard input: a new file description of the /dev/null below `root`.
+
+    Where a program has put something else in its place: a pipe that has ended.
+    """
+    try:
+        path = openat2(root, "dev/null", os.O_PATH | os.O_NOFOLLOW)
+    except OSError:
+        path = -1
+    try:
+        if path >= 0:
+            found = os.fstat(path)
+            if stat.S_ISCHR(found.st_mode) and found.st_rdev == os.makedev(1, 3):
+                return os.open(f"/proc/self/fd/{path}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        if path >= 0:
+            os.close(path)
+    fd, other = os.pipe2(os.O_CLOEXEC)
+    os.close(other)
+    return fd
