@@ -278,6 +278,29 @@ def test_failed_actions_are_no_end(sandbox: Sandbox, events: list[Any]) -> None:
     assert (found.actions, found.reason) == (("fine",), "done")
 
 
+def test_a_listener_that_raises_keeps_nobody_waiting(sandbox: Sandbox) -> None:
+    """Not even when it is told that a state cannot be kept, beside the search."""
+
+    class Lost:
+        def propose(self, state: State) -> list[str]:
+            return ["packet"]
+
+        def apply(self, state: State, action: str) -> None:
+            Probe.start(state.sandbox).do(
+                "import socket; s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)"
+            )
+
+        def score(self, state: State) -> float:
+            return 1.0
+
+    def full(event: explore.AnyEvent) -> None:
+        if isinstance(event, explore.Failed):
+            raise OSError("No space left on device")
+
+    found = explore.best_of(sandbox, Lost(), 1, goal=1.0, listeners=[full])
+    assert found.best is found.root and found.reason == "done"
+
+
 def test_what_propose_raises_ends_the_search(sandbox: Sandbox, events: list[Any]) -> None:
     class Broken(Number):
         def propose(self, state: State) -> list[str]:

@@ -91,8 +91,8 @@ class Place:
                 self._holdings.hold(taken)
                 self._future.set_result(taken)
             except Exception as error:
+                self._future.set_exception(error)  # first: a listener may raise
                 lost(error)
-                self._future.set_exception(error)
             finally:
                 self._holdings.let_go(before)
 
