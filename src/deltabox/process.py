@@ -28,7 +28,8 @@ Data = TypeVar("Data", str, bytes)
 class ProcessInfo:
     """A process as it is seen inside the sandbox.
 
-    `state` is the letter that ps(1) shows, such as `S` for sleeping and `Z` for a zombie.
+    `state` is the letter that ps(1) shows, such as `S` for sleeping and `Z` for a zombie. `cmdline`
+    is empty when the process has ended and its parent has not yet asked how.
     """
 
     pid: int

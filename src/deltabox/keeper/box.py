@@ -212,6 +212,10 @@ class Box:
         finally:
             with self.changed:
                 self.calls.pop(call.number, None)
+                for handle in [] if self.closing else list(self.handles.values()):
+                    if handle.forget(call.number):
+                        self._settle(handle)
+                        self.changed.notify_all()
             self.tree.touch(self)  # the caller has an answer, and is likely to think about it
 
     @contextmanager
@@ -384,11 +388,6 @@ class Box:
         """Let go of a command that is over and that nobody waits for."""
         if handle.discard and handle.ended:
             self.handles.pop(handle.number, None)
-
-    def abandon(self, handle: Handle) -> None:
-        """Nobody waits for this command any more. The condition is held."""
-        handle.abandon()
-        self._settle(handle)
 
     def kill(self, number: int, signum: int) -> None:
         """Send a signal to the process of a handle."""

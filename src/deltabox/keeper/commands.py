@@ -34,7 +34,7 @@ from contextlib import nullcontext
 from typing import Any, Final, TypeVar
 
 from ..deltafs.inside import Inside
-from ..errors import CommandTimeout, DeltaBoxError, RolledBack, SandboxClosed
+from ..errors import CommandTimeout, DeltaBoxError, RolledBack
 from .accounts import ROOT, look_up
 from .box import Box, Call, CallerGone
 from .handles import COMMANDS, PROCESS, RUN, SHELL, Command, Done, Handle, portable, sent
@@ -170,7 +170,6 @@ def run(
     deadline = None if timeout is None else time.monotonic() + timeout
     handle = _handle(box, RUN, os.fsdecode(argv[0]), stdin=input is not None)
     number = handle.number
-    status: int | None = None
     if stream:
         handle.readers["stdout"].live = deque()
 
@@ -182,7 +181,8 @@ def run(
     with box.calling(attach) as call:
         _launch(box, handle, argv=argv, env=env, cwd=cwd, user=user, call=call, prepare=prepare)
         try:
-            if not _run_to_end(box, number, call, deadline, event):
+            done = _run_to_end(box, number, call, deadline, event)
+            if done is None:
                 box.kill_tree(number)
                 out, err, _ = _collect(box, number)
                 raise CommandTimeout(
@@ -193,16 +193,16 @@ def run(
         except (CallerGone, OSError, KeyboardInterrupt):
             box.kill_tree(number)
             raise
-        finally:
-            with box.changed:
-                found = box.handles.get(number)
-                if found is not None and not box.closing:
-                    out, err, truncated = _take(found)
-                    status = found.status
-                    box.abandon(found)
-    if status is None:
-        raise SandboxClosed("the sandbox was closed while the command ran")
-    return {"exit_code": status, "stdout": out, "stderr": err, "truncated": truncated}
+    return _answer(done)
+
+
+def _answer(done: Done) -> dict[str, Any]:
+    return {
+        "exit_code": done.status,
+        "stdout": done.stdout,
+        "stderr": done.stderr,
+        "truncated": done.truncated,
+    }
 
 
 def _run_to_end(
@@ -211,8 +211,12 @@ def _run_to_end(
     call: Call,
     deadline: float | None,
     event: Callable[[bytes], None],
-) -> bool:
-    """Wait for a command's end, streaming its output; False when the deadline has passed."""
+) -> Done | None:
+    """Wait for a command's end, streaming its output; None when the deadline has passed.
+
+    Its end is seen and what it wrote taken at one instant: with a rollback between the two, the
+    number would stand for a command that has not ended, or for none.
+    """
     while True:
         with box.changed:
             while True:
@@ -227,9 +231,9 @@ def _run_to_end(
                     out.resume()
                     break
                 if handle.status is not None:
-                    return True
+                    return Done(call.number, handle.status, *_take(handle))
                 if not box.wait(call, deadline):
-                    return False
+                    return None
         event(data)
 
 
@@ -275,12 +279,7 @@ def shell_run(
             call.gone = False
             _cut_off(box, number, call)
             raise
-    return {
-        "exit_code": done.status,
-        "stdout": done.stdout,
-        "stderr": done.stderr,
-        "truncated": done.truncated,
-    }
+    return _answer(done)
 
 
 def _in_turn(
@@ -355,7 +354,7 @@ def _cut_off(box: Box, number: int, call: Call) -> tuple[bytes, bytes]:
     with box.changed:
         handle = box.handles.get(number)
         command = None if handle is None else handle.command
-    if command is None or command.call != call.number:
+    if command is None or command.call != call.number or not command.sent:
         return b"", b""  # it never had its turn, or is over
     for _ in range(5):
         started = _started(box, number, command)

@@ -210,6 +210,21 @@ class Handle:
             reader.buffer = Kept()
             reader.resume()
 
+    def forget(self, call: int) -> bool:
+        """A call is over, with or without an answer: whether this handle had to do with it.
+
+        Asked of the handle that is there then; a rollback may have put it in the place of the one
+        that gave the answer.
+        """
+        command = self.command
+        if command is not None and command.call == call and not command.sent:
+            self.command = None
+            return True
+        if self.kind == RUN and self.call == call and not self.discard:
+            self.abandon()
+            return True
+        return False
+
     def resume(self, resumed: Callable[[int], bool]) -> None:
         """Forget, after a restore, what nobody waits for any more.
 
