@@ -86,11 +86,13 @@ class Tree:
         self._lives: set[Live] = set()
         self._world: WorldState | None = None  # of an untouched sandbox; the same for all
         self._networks: deque[Network] = deque()
-        self._starting = 0
+        self._starting = 0  # trees that will be used at once
+        self._opening = 0  # tasks of those that will wait
         self._stock = _SPARE  # of groups and network namespaces
         self._pages = Store()  # what shared memory held
         self._leftover = Stock(self._pages, lambda size: self.has_room(size))
         self._lock = threading.Lock()
+        self._scale_lock = threading.Lock()
         self._refill_lock = threading.Lock()
         self._closed = False
         self.userns = self._make_user_namespace()
@@ -314,8 +316,8 @@ class Tree:
         """
         with contextlib.ExitStack() as undo:
             # room for one tree more, or a rollback would meet the limits that the old one has hit
-            self._change_starting(1)
-            undo.callback(self._change_starting, -1)
+            self._change_starting(1, tasks)
+            undo.callback(self._change_starting, -1, tasks)
             group = self.groups.take()
             undo.callback(self.groups.give, group)
             group_fd = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -368,7 +370,7 @@ class Tree:
                 raise
             live.tasks = tasks
             with self._lock:
-                self._starting -= 1
+                self._count_starting(-1, tasks)
                 self._lives.add(live)
             live.on_end = lambda: self._ended(live, template, slot)
             keep.pop_all()
@@ -562,17 +564,24 @@ class Tree:
 
     def _scale_groups(self) -> None:
         """The templates' memory is charged to the tree: its limit follows what they hold."""
-        with self._lock:
-            running = sum(not live.tasks for live in self._lives) + self._starting
-            waiting = sum(live.tasks for live in self._lives)
-        count, held = self._templates.count, self.ledger.held - self.ledger.beside
-        held += held // 64 + count * _OWN_MEMORY
-        self.groups.scale(lives=max(1, running), templates=count, held=held, waiting=waiting)
+        with self._scale_lock:  # or an older sum might be written over a newer one
+            with self._lock:
+                running = sum(not live.tasks for live in self._lives) + self._starting
+                waiting = sum(live.tasks for live in self._lives) + self._opening
+            count, held = self._templates.count, self.ledger.held - self.ledger.beside
+            held += held // 64 + count * _OWN_MEMORY
+            self.groups.scale(lives=max(1, running), templates=count, held=held, waiting=waiting)
 
-    def _change_starting(self, by: int) -> None:
+    def _change_starting(self, by: int, tasks: int) -> None:
         with self._lock:
-            self._starting += by
+            self._count_starting(by, tasks)
         self._scale_groups()
+
+    def _count_starting(self, by: int, tasks: int) -> None:
+        if tasks:
+            self._opening += by * tasks
+        else:
+            self._starting += by
 
 
 def _end_first(pid: int) -> None:
