@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from deltabox import Sandbox
+import time
+
+from deltabox import Process, Sandbox
 
 _HOG = "python3 -c 'b = bytearray(600 << 20); print(len(b))'"
+_GREEDY = """
+import os, time
+while True:
+    try:
+        if os.fork() == 0:
+            print("one", flush=True)
+            time.sleep(60)
+            os._exit(0)
+    except OSError:
+        time.sleep(0.0005)
+"""
 _BOMB = "for i in $(seq 60); do sleep 30 & done; wait -n; jobs | wc -l"
 
 
@@ -43,3 +56,34 @@ def test_processes() -> None:
         assert "fork" in result.stderr or "Cannot" in result.stderr, result
         sandbox.rollback(sandbox.checkpoints[0])
         assert sandbox.run("echo alive").stdout == "alive\n"
+
+
+def _greedy(sandbox: Sandbox) -> Process:
+    """A program that takes every process it can get, and has most of them."""
+    python = sandbox.spawn(["python3", "-c", _GREEDY])
+    for _ in range(15):
+        assert python.stdout.readline(timeout=20) == "one\n"
+    return python
+
+
+def test_who_takes_every_process_stops_nobody_else() -> None:
+    with Sandbox.create(pids_limit=20, standby=0) as sandbox:
+        clean = sandbox.checkpoint()
+        for _ in range(5):
+            _greedy(sandbox)
+            sandbox.checkpoint().delete()
+            with sandbox.fork() as fork:
+                assert len(fork.processes()) >= 15
+            sandbox.rollback(clean)
+            assert sandbox.processes() == []
+            assert sandbox.run("echo alive").stdout == "alive\n"
+
+
+def test_what_is_made_ahead_widens_no_limit() -> None:
+    """For each checkpoint something is, while a program takes every process it can get."""
+    with Sandbox.create(pids_limit=20, standby=0) as sandbox:
+        _greedy(sandbox)
+        for _ in range(10):
+            sandbox.checkpoint()
+            time.sleep(0.05)
+        assert 15 <= len(sandbox.processes()) <= 30

@@ -48,6 +48,7 @@ class Groups:
         self._free: deque[Path] = deque()
         self._count = 0
         self._legacy: list[Path] = []
+        self._tasks: Path | None = None  # where version 1 counts them
         self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
             undo.callback(self.remove)
@@ -103,24 +104,37 @@ class Groups:
             self._on_made("cgroup", str(made))
         group.mkdir(parents=True, exist_ok=True)
         self._legacy.append(group)
+        if controller == "pids" and self._pids is not None:
+            self._tasks = group / "pids.current"
 
     def join(self, pid: int) -> None:
         """The tree's first template joins; what is forked of it is born inside."""
         for group in self._legacy:
             (group / "cgroup.procs").write_text(str(pid))
 
-    def scale(self, *, lives: int, templates: int, held: int, waiting: int) -> None:
+    @property
+    def share_tasks(self) -> bool:
+        """Whether one limit of tasks is for all sandboxes and templates of the tree."""
+        return self._tasks is not None
+
+    def tasks(self) -> int:
+        """How many there are, where they share one limit; else 0."""
+        return 0 if self._tasks is None else int(self._tasks.read_text())
+
+    def scale(self, *, lives: int, templates: int, held: int, waiting: int, more: int) -> None:
         """Room for so many sandboxes, with templates that hold `held` bytes of memory.
 
-        And for so many tasks of trees that wait, which share nearly all memory with a template.
+        For so many tasks of trees that wait, which share nearly all memory with a template; and for
+        so many tasks `more`.
         """
         held += waiting * _WAITING
+        tasks = 2 * templates + 2 + waiting + more
         for group in self._legacy:
             with contextlib.suppress(FileNotFoundError):
                 cgroup.set_limits(
                     group,
                     memory=self._memory and self._memory * lives + held,
-                    pids=self._pids and (self._pids + 1) * lives + 2 * templates + 2 + waiting,
+                    pids=self._pids and (self._pids + 1) * lives + tasks,
                     version=1,
                 )
 

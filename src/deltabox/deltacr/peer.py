@@ -37,6 +37,15 @@ class ProgramFailed(Exception):
         self.where = where
 
 
+def lacks_tasks(error: BaseException | None) -> bool:
+    """Whether it is because no process could be made (fork(2): EAGAIN)."""
+    while error is not None:
+        if getattr(error, "errno", None) == errno.EAGAIN:
+            return True
+        error = error.__cause__
+    return False
+
+
 class PeerGone(Exception):
     """The process at the other end has ended."""
 

@@ -39,6 +39,7 @@ from .objects.ghosts import Attic
 from .objects.shared_memory import Sharing, Stock
 from .peer import Loaded, Peer, PeerGone, ProgramFailed, end_task, own_task, pair
 from .records import WORLD_SLOT, Sealed
+from .room import Room
 from .survey import WorldState
 from .template import Template
 from .templates import Templates
@@ -83,16 +84,12 @@ class Tree:
         # whether so many bytes may be taken for what nobody has asked for yet
         self.has_room: Callable[[int], bool] = lambda size: True
         self.born = time.time()
-        self._lives: set[Live] = set()
         self._world: WorldState | None = None  # of an untouched sandbox; the same for all
         self._networks: deque[Network] = deque()
-        self._starting = 0  # trees that will be used at once
-        self._opening = 0  # tasks of those that will wait
         self._stock = _SPARE  # of groups and network namespaces
         self._pages = Store()  # what shared memory held
         self._leftover = Stock(self._pages, lambda size: self.has_room(size))
         self._lock = threading.Lock()
-        self._scale_lock = threading.Lock()
         self._refill_lock = threading.Lock()
         self._closed = False
         self.userns = self._make_user_namespace()
@@ -109,6 +106,7 @@ class Tree:
                 on_gone=on_gone,
             )
             undo.callback(self.groups.remove)
+            self.room = Room(self.groups, self._templates_take)
             self._maker = Networks(network, first_uid)
             undo.callback(self._maker.close)
             self._templates = Templates(
@@ -164,7 +162,7 @@ class Tree:
             if live is None:
                 live = self._first_process(template, template.first, root_mount)
             else:
-                self.use(live)
+                self.room.use(live)
             shared = self._make_shared(live, template.capture)
             self._rebuild(live, template, template.sealed, {**externals, **shared})
         except (ProgramFailed, PeerGone, OSError) as error:
@@ -196,16 +194,6 @@ class Tree:
             fd = inputs[shared.holder] = self._leftover.make(shared, self.owner)
             live.sharing.adopt(shared, fd)
         return inputs
-
-    def let_wait(self, live: Live, tasks: int) -> None:
-        """A restored tree with so many tasks will wait: it needs no sandbox's share of limits."""
-        live.tasks = tasks
-        self._scale_groups()
-
-    def use(self, live: Live) -> None:
-        """Make room for what a tree that has waited will need when it runs."""
-        live.tasks = 0
-        self._scale_groups()
 
     def _rebuild(
         self, live: Live, template: Template, sealed: Sealed, fds: Mapping[str, int]
@@ -241,7 +229,7 @@ class Tree:
                 object="network",
             )
         with live.ahead.excluded():
-            blank = self._successor(live)
+            blank = self.room.given(live, lambda: self._successor(live))
             try:
                 taken = checkpoint.take(
                     live,
@@ -284,7 +272,6 @@ class Tree:
         """End what is left of the tree: all that can be, if something goes wrong."""
         with self._lock:
             self._closed = True
-            lives = list(self._lives)
         with contextlib.ExitStack() as steps:  # the last of them first
             steps.callback(self._pages.close)
             steps.callback(self._leftover.close)
@@ -293,7 +280,7 @@ class Tree:
             steps.callback(self._maker.close)
             steps.callback(self._close_networks)
             steps.callback(self._close_templates)
-            for live in lives:
+            for live in self.room.lives:
                 steps.callback(live.end)
 
     def _close_templates(self) -> None:
@@ -316,8 +303,8 @@ class Tree:
         """
         with contextlib.ExitStack() as undo:
             # room for one tree more, or a rollback would meet the limits that the old one has hit
-            self._change_starting(1, tasks)
-            undo.callback(self._change_starting, -1, tasks)
+            self.room.begin(tasks)
+            undo.callback(self.room.give_up, tasks)
             group = self.groups.take()
             undo.callback(self.groups.give, group)
             group_fd = os.open(group, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -368,17 +355,12 @@ class Tree:
             except BaseException:
                 live.end()
                 raise
-            live.tasks = tasks
-            with self._lock:
-                self._count_starting(-1, tasks)
-                self._lives.add(live)
+            self.room.add(live, tasks)
             live.on_end = lambda: self._ended(live, template, slot)
             keep.pop_all()
             undo.pop_all()
             os.close(group_fd)
             network.entered()
-        if tasks:
-            self._scale_groups()
         return live
 
     def _take_network(self) -> Network:
@@ -405,9 +387,7 @@ class Tree:
         self._weigh_shared()
         self.groups.give(live.group)
         template.give_slot(slot)
-        with self._lock:
-            self._lives.discard(live)
-        self._scale_groups()
+        self.room.remove(live)
 
     def work_ahead(self, live: Live, *, unused: Callable[[], bool], rested: bool) -> bool:
         """Do what can be done for the next checkpoint of a tree that runs; in the background.
@@ -557,31 +537,15 @@ class Tree:
 
     def _templates_changed(self) -> None:
         self._weigh_shared()
-        self._scale_groups()
+        self.room.settle()
 
     def _weigh_shared(self) -> None:
         self.ledger.put_beside(self._pages.size + self._leftover.size)
 
-    def _scale_groups(self) -> None:
-        """The templates' memory is charged to the tree: its limit follows what they hold."""
-        with self._scale_lock:  # or an older sum might be written over a newer one
-            with self._lock:
-                running = sum(not live.tasks for live in self._lives) + self._starting
-                waiting = sum(live.tasks for live in self._lives) + self._opening
-            count, held = self._templates.count, self.ledger.held - self.ledger.beside
-            held += held // 64 + count * _OWN_MEMORY
-            self.groups.scale(lives=max(1, running), templates=count, held=held, waiting=waiting)
-
-    def _change_starting(self, by: int, tasks: int) -> None:
-        with self._lock:
-            self._count_starting(by, tasks)
-        self._scale_groups()
-
-    def _count_starting(self, by: int, tasks: int) -> None:
-        if tasks:
-            self._opening += by * tasks
-        else:
-            self._starting += by
+    def _templates_take(self) -> tuple[int, int]:
+        """How many templates there are, and their memory, which is charged to the tree."""
+        count, held = self._templates.count, self.ledger.held - self.ledger.beside
+        return count, held + held // 64 + count * _OWN_MEMORY
 
 
 def _end_first(pid: int) -> None:

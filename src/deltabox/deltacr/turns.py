@@ -15,7 +15,7 @@ class Ahead:
     """Who may touch a tree: those who work ahead, one step at a time, or one who excludes them."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # who excludes them may do so again
         self._wanted = 0
         self.over = False  # the tree is stopped: nobody shall work ahead
         self._commands = 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def rollback(box: Box, reference: str, *, budget: Budget) -> None:
     with box.operating("roll back"), tree.pinned(reference) as node:
         tree.dying.acquire()
         try:
-            new = _revived(box, node)
+            new = tree.engine.room.given(box.live, lambda: _revived(box, node))
         except BaseException as error:
             tree.dying.release()
             if isinstance(error, DeltaBoxError) or not isinstance(error, Exception):
@@ -200,22 +200,15 @@ def fork(
             if identity == "new" and node.template.capture is not None:
                 for copy in copies:
                     copy.identity = Identity.new(node.template.capture.hostname, copy.number)
-            futures = [executor.submit(tree.revive, copy, node) for copy in copies]
-            revived: list[tuple[Box, Revived]] = []
-            errors: list[BaseException] = []
-            for copy, future in zip(copies, futures, strict=True):
-                error = future.exception()
-                if error is None:
-                    revived.append((copy, future.result()))
-                else:
-                    errors.append(error)
-            if errors:
-                for copy, new in revived:
-                    tree.forsake(copy, new)
-                if isinstance(errors[0], DeltaBoxError):
-                    raise _as_fork_error(errors[0]) from errors[0]
-                log.error("%s: fork", box.number, exc_info=errors[0])
-                raise ForkError(f"nothing was forked: {errors[0]}") from errors[0]
+            try:
+                revived = tree.engine.room.given(
+                    box.live, lambda: _all_revived(tree, copies, node, executor)
+                )
+            except DeltaBoxError as error:
+                raise _as_fork_error(error) from error
+            except Exception as error:
+                log.exception("%s: fork", box.number)
+                raise ForkError(f"nothing was forked: {error}") from error
             for copy, new in revived:
                 copy.origin = Origin(box, box.turns, node.number) if made else None
                 with copy.changed:
@@ -228,6 +221,20 @@ def fork(
             tree.background.submit(tree.spares.stock, node)
             tree.background.submit(tree.engine.refill)
             return copies
+
+
+def _all_revived(
+    tree: Tree, copies: Sequence[Box], node: Node, executor: Executor
+) -> list[tuple[Box, Revived]]:
+    """Every copy, or none: then the first error is raised."""
+    futures = [executor.submit(tree.revive, copy, node) for copy in copies]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if not errors:
+        return [(copy, future.result()) for copy, future in zip(copies, futures, strict=True)]
+    for copy, future in zip(copies, futures, strict=True):
+        if future.exception() is None:
+            tree.forsake(copy, future.result())
+    raise errors[0]
 
 
 def _as_fork_error(error: DeltaBoxError) -> DeltaBoxError:

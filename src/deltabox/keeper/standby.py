@@ -120,7 +120,7 @@ class Standby:
         try:
             fit = self._fit(found)
             if fit:
-                self._tree.engine.use(found.revived.live)
+                self._tree.engine.room.use(found.revived.live)
         except OSError as error:
             log.warning("%s: a standby could not be used: %s", box.number, error)
             fit = False
@@ -228,7 +228,7 @@ class Standby:
         revived = self._tree.revive(box, node)
         try:
             ends = Ends(revived.live.host_pids())
-            self._tree.engine.let_wait(revived.live, len(ends.tasks) + 1)
+            self._tree.engine.room.let_wait(revived.live, len(ends.tasks) + 1)
         except BaseException:
             self._tree.forsake(box, revived)
             raise
