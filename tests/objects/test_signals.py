@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from deltabox import Sandbox
 from tests.probe import check
 
@@ -78,3 +80,49 @@ os.kill(os.getpid(), signal.SIGUSR1)
         report="len(hits)",
         change="signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1]); assert hits == [10]",
     )
+
+
+def _states(sandbox: Sandbox, pids: list[int]) -> list[str]:
+    return [p.state for p in sandbox.processes() if p.pid in pids]
+
+
+def test_stopped_twice(sandbox: Sandbox) -> None:
+    """The second SIGSTOP stays pending: the one signal that no mask holds back from our calls."""
+    programs = [
+        sandbox.spawn("exec sleep 1000"),
+        sandbox.spawn(
+            ["python3", "-c", "import threading as t; t.Thread(target=input).start(); input()"]
+        ),
+    ]
+    pids = [p.pid for p in programs]
+    for _ in range(3):
+        for program in programs:
+            program.kill(signal.SIGSTOP)
+        while _states(sandbox, pids) != ["T", "T"]:
+            pass
+        for program in programs:
+            program.kill(signal.SIGSTOP)
+        checkpoint = sandbox.checkpoint()
+        for pid in pids:
+            status = sandbox.run(["cat", f"/proc/{pid}/status"]).stdout
+            assert "ShdPnd:\t0000000000040000" in status, "nothing was to be taken from it"
+        sandbox.rollback(checkpoint)
+        assert _states(sandbox, pids) == ["T", "T"]
+        for program in programs:
+            program.kill(signal.SIGCONT)
+        while _states(sandbox, pids) != ["S", "S"]:
+            pass
+
+
+def test_a_stop_on_its_way(sandbox: Sandbox) -> None:
+    """Whoever is about to stop when a checkpoint comes is stopped in it."""
+    for _ in range(6):
+        sandbox.spawn(["python3", "-c", "while True: pass"])
+    program = sandbox.spawn("exec sleep 1000")
+    for _ in range(20):
+        program.kill(signal.SIGSTOP)
+        checkpoint = sandbox.checkpoint()
+        sandbox.rollback(checkpoint)
+        assert _states(sandbox, [program.pid]) == ["T"]
+        program.kill(signal.SIGCONT)
+        checkpoint.delete()

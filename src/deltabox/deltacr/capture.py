@@ -324,8 +324,9 @@ class Capturing:
     def _process(self, g: _Gathered) -> Process:
         look, refuse, host = g.look, g.refuse, g.host
         actions = signals.parse(g.told.buffer)
-        pending = look.pending()
-        threads = tuple(self._thread(tid, g, g.threads[tid]) for tid in g.tids)
+        stopped = max(self.frozen.stops[t] for t in g.tids)
+        pending = signals.lasting(look.pending(), stopped, refuse)
+        threads = tuple(self._thread(tid, g, g.threads[tid], stopped) for tid in g.tids)
         itimers = timers.parse(g.told.buffer[ITIMERS_AT:TIMERS_AT])
         waiting = self._still_to_resume(g.pid, threads)
         if waiting is not None:
@@ -351,7 +352,6 @@ class Capturing:
             settings = {t.identifier: t.setting for t in waiting.timers}
             posix = [replace(t, setting=settings[t.identifier]) for t in posix]
         executable, (cwd, cwd_ghost), root = g.names
-        stopped = max(self.frozen.stops[t] for t in g.tids)
         return Process(
             pid=g.pid,
             host_pid=host,
@@ -510,7 +510,7 @@ class Capturing:
         filters = seccomp.capture(tid, thread.status, self.common.filters)
         return _Going(*raw, fixed, extra, registers, filters)
 
-    def _thread(self, tid: int, g: _Gathered, told: _Going) -> Thread:
+    def _thread(self, tid: int, g: _Gathered, told: _Going, stopped: int) -> Thread:
         look, refuse = g.look.thread(tid), g.refuse
         status = look.status
         asked = attributes.asked(told.results[3:], told.buffer[64:])
@@ -526,7 +526,7 @@ class Capturing:
             registers=told.registers,
             xstate=look.xstate,
             sigmask=look.sigmask,
-            pending=look.pending(),
+            pending=signals.lasting(look.pending(), stopped, refuse),
             altstack=altstack,
             clear_child_tid=clear_tid,
             robust_list=look.robust_list,

@@ -191,17 +191,24 @@ static pid_t wait_for(s32 tid, int *status)
 	return waitpid(tid, status, __WALL);
 }
 
-/* Let the thread run to its next stop; group stops of a stopped job are passed. -ESRCH: killed. */
-static int go(s32 tid, long request, int *status)
+/*
+ * Let the thread run to its next stop; group stops of a stopped job are passed. -ESRCH: killed.
+ *
+ * SIGSTOP is the one signal that cannot be blocked meanwhile.  One that comes is `taken` from it, to
+ * be sent again; who sent it cannot be told by anybody.
+ */
+static int go(s32 tid, long request, int *status, int *taken)
 {
 	do {
+		if (*status == (SIGSTOP << 8 | 0x7f))
+			*taken = 1;
 		if (ptrace(request, tid, 0, 0) && ptrace(request, tid, 0, 0))
 			return -errno;
 		if (wait_for(tid, status) != tid)
 			return -errno;
 		if (!WIFSTOPPED(*status))
 			return -ESRCH;
-	} while (*status >> 16 == 128); /* PTRACE_EVENT_STOP */
+	} while (*status >> 16 == 128 /* PTRACE_EVENT_STOP */ || *status == (SIGSTOP << 8 | 0x7f));
 	return 0;
 }
 
@@ -210,8 +217,8 @@ static int go(s32 tid, long request, int *status)
  * SIGTRAP; else stopped at its entry and exit, so that no signal is involved.  The kernel's result
  * goes to `result`; -EPROTO and `*status` when it stopped elsewhere.
  */
-long bulk_call(s32 tid, const struct saved *saved, u64 instruction, const s64 *call, int stepped,
-	       s64 *result, int *status)
+static long make_call(s32 tid, const struct saved *saved, u64 instruction, const s64 *call,
+		      int stepped, s64 *result, int *status, int *taken)
 {
 	u64 registers[REGISTERS];
 	int bad;
@@ -230,7 +237,7 @@ long bulk_call(s32 tid, const struct saved *saved, u64 instruction, const s64 *c
 	    (bad = set_registers(tid, registers)))
 		return bad;
 	for (int i = stepped ? 1 : 0; i < 2; i++) {
-		if ((bad = go(tid, stepped ? PTRACE_SINGLESTEP : PTRACE_SYSCALL, status)))
+		if ((bad = go(tid, stepped ? PTRACE_SINGLESTEP : PTRACE_SYSCALL, status, taken)))
 			return bad;
 		if (WSTOPSIG(*status) != (stepped ? SIGTRAP : SIGTRAP | 0x80))
 			return -EPROTO;
@@ -243,12 +250,23 @@ long bulk_call(s32 tid, const struct saved *saved, u64 instruction, const s64 *c
 	return 0;
 }
 
+long bulk_call(s32 tid, const struct saved *saved, u64 instruction, const s64 *call, int stepped,
+	       s64 *result, int *status)
+{
+	int taken = 0;
+	long bad = make_call(tid, saved, instruction, call, stepped, result, status, &taken);
+
+	if (taken)
+		kill(tid, SIGSTOP);
+	return bad;
+}
+
 /*
  * Run the code at `code`, which works through the calls at `records` and ends at a breakpoint.
  * `calls` are {number, six arguments, bits}: bit i says that argument i is an offset from `data`.
  */
-long bulk_batch(s32 tid, const struct saved *saved, int memory, u64 code, u64 records, u64 data,
-		const s64 *calls, long count, s64 *results, int *status)
+static long make_calls(s32 tid, const struct saved *saved, int memory, u64 code, u64 records,
+		       u64 data, const s64 *calls, long count, s64 *results, int *status, int *taken)
 {
 	s64 prepared[256 * 8 + 1];
 	u64 registers[REGISTERS];
@@ -272,7 +290,7 @@ long bulk_batch(s32 tid, const struct saved *saved, int memory, u64 code, u64 re
 	registers[ORIG_RAX] = -1;
 	registers[RAX] = 0;
 	if ((bad = set_mask(tid, ~(1UL << (SIGTRAP - 1)))) || (bad = set_registers(tid, registers)) ||
-	    (bad = go(tid, PTRACE_CONT, status)))
+	    (bad = go(tid, PTRACE_CONT, status, taken)))
 		return bad;
 	if (WSTOPSIG(*status) != SIGTRAP)
 		return -EPROTO;
@@ -281,4 +299,16 @@ long bulk_batch(s32 tid, const struct saved *saved, int memory, u64 code, u64 re
 	for (long i = 0; i < count; i++)
 		results[i] = prepared[8 * i + 7];
 	return 0;
+}
+
+long bulk_batch(s32 tid, const struct saved *saved, int memory, u64 code, u64 records, u64 data,
+		const s64 *calls, long count, s64 *results, int *status)
+{
+	int taken = 0;
+	long bad = make_calls(tid, saved, memory, code, records, data, calls, count, results, status,
+			      &taken);
+
+	if (taken)
+		kill(tid, SIGSTOP);
+	return bad;
 }

@@ -8,11 +8,13 @@ also restores the alternate stack from the frame.
 
 from __future__ import annotations
 
+import signal
 import struct
 
 from ...linux import numbers as nr
 from ..model import Process, Thread
 from ..records import Program, Ref, Sequence
+from ..subject import Refuse
 
 SIGNALS = 64
 SIGACTION_SIZE = 32
@@ -56,6 +58,18 @@ def first_handler(actions: tuple[bytes, ...], mask: int, pending: tuple[bytes, .
         if handler > 1:
             return flags
     return None
+
+
+def lasting(pending: tuple[bytes, ...], stopped: int, refuse: Refuse) -> tuple[bytes, ...]:
+    """The pending signals without SIGSTOP, which nothing can hold back in a restored process.
+
+    To one that is stopped it means nothing, because SIGCONT takes it back. Any other is about to
+    stop, within microseconds of the thaw, and is refused until then.
+    """
+    found = tuple(info for info in pending if struct.unpack_from("<i", info)[0] != signal.SIGSTOP)
+    if len(found) != len(pending) and not stopped:
+        raise refuse("is about to be stopped by a SIGSTOP", "signal")
+    return found
 
 
 def restore_handlers(program: Program, do: Sequence, process: Process) -> None:
