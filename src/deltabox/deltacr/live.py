@@ -198,6 +198,12 @@ class Live:
             worse.close()
         return True
 
+    @property
+    def has_read_ahead(self) -> bool:
+        """Whether the template made ahead holds pages already that no other does."""
+        made = self.successor
+        return made is not None and made.read_ahead > 0
+
     def drop_successor(self) -> None:
         """Free the template made ahead: as a fork it keeps what the one before it has held."""
         made = self.take_successor()

@@ -366,8 +366,8 @@ class Tree:
         self.background.submit(self._free_state, state)
 
     def drop_foreseen(self) -> bool:
-        """Free what was captured, or kept, before anybody has asked for it; whether there was
-        anything.
+        """Free what was captured, read, or kept, before anybody has asked for it; whether there
+        was anything.
         """
         leftover = self.engine.drop_leftover()
         with self.lock:
@@ -382,7 +382,10 @@ class Tree:
         for rested in gone:
             rested.live.drop_successor()
             self._free_state(rested.state)
-        return leftover or bool(gone)
+        ahead = [box.live for box in boxes if box.live.has_read_ahead]
+        for live in ahead:
+            live.drop_successor()
+        return leftover or bool(gone or ahead)
 
     def _free_state(self, state: State) -> None:
         state.template.close()
