@@ -44,7 +44,7 @@ def loops_of(path: Path) -> list[str]:
 
 
 def no_loops_of(path: Path) -> bool:
-    """Soon: the kernel lets go when its last opener does, who may be another that seeks a device."""
+    """Soon: the kernel lets go when the last opener does, perhaps another who seeks a device."""
     deadline = time.monotonic() + 10
     while loops_of(path):
         if time.monotonic() > deadline:
