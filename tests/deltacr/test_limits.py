@@ -85,5 +85,5 @@ def test_what_is_made_ahead_widens_no_limit() -> None:
         _greedy(sandbox)
         for _ in range(10):
             sandbox.checkpoint()
-            time.sleep(0.05)
+            time.sleep(0.05)  # for the background; it may not get a process, so nothing to wait for
         assert 15 <= len(sandbox.processes()) <= 30

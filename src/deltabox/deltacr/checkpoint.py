@@ -172,13 +172,6 @@ def still(live: Live) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def standing_still(live: Live) -> Iterator[None]:
-    """Nobody in the tree does anything within the block, nor notices it."""
-    with live.lock, freeze(live, functools.partial(undisturbed, waits=live.waits)):
-        yield
-
-
 def undisturbed(frozen: Frozen, waits: Waits) -> None:
     """Before the thaw, calls that the kernel would end with EINTR are put back."""
     for pid, tids in frozen.threads.items():

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from ..errors import CheckpointError, DeltaBoxError
-from .checkpoint import standing_still
+from .checkpoint import still
 from .groups import Groups
 from .live import Live
 from .peer import ProgramFailed, lacks_tasks
@@ -103,10 +103,10 @@ class Room:
                 raise
             first = error
         log.info("%s; trying again while the programs stand still", first)
-        with ExitStack() as still:
+        with ExitStack() as stack:
             try:
-                still.enter_context(live.ahead.excluded())
-                still.enter_context(standing_still(live))
+                stack.enter_context(live.ahead.excluded())
+                stack.enter_context(still(live))
             except CheckpointError as error:
                 raise first from error
             taken = self._groups.tasks()
