@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deltabox import RolledBack, Sandbox, SandboxClosed
+from deltabox.keeper.handles import SHELL, Command, Handle, sent
 
 
 class Caller(threading.Thread):
@@ -189,6 +190,20 @@ def test_close_ends_every_call() -> None:
     for caller in callers:
         with pytest.raises(SandboxClosed):
             caller.value()
+
+
+def test_what_a_call_leaves_of_a_handle() -> None:
+    """A rollback may bring a command back unsent when its caller has its answer already."""
+    changed = threading.Condition()
+    pump: Any = None  # it has no pipes
+    shell = Handle(
+        1, SHELL, "bash", pump=pump, changed=changed, in_flight=lambda call: True, stdin=True
+    )
+    shell.command = Command(5, call=9)
+    assert not shell.forget(8)
+    assert shell.forget(9), "the next one would wait for ever"
+    shell.command = sent(Command(6, call=9), frozenset())
+    assert not shell.forget(9), "it runs"
 
 
 def test_commands_that_end_as_a_rollback_comes(sandbox: Sandbox) -> None:

@@ -388,6 +388,23 @@ def test_what_nobody_has_asked_for_gives_way(box: Sandbox) -> None:
         assert probe.ask("[y, __import__('zlib').crc32(x) == total]") == [1, True]
 
 
+def test_what_was_read_ahead_gives_way(box: Sandbox) -> None:
+    """Of a program that never rests pages are read ahead, but no state is captured."""
+    box.spawn(["python3", "-c", "x = bytearray(16 << 20)\nwhile True:\n x[::4096] = x[1::4096]"])
+    box.checkpoint()
+    before = box.usage.memory
+
+    def read_ahead() -> bool:
+        box.run(["true"])  # its end sets the work ahead going
+        return box.usage.memory > before + (8 << 20)
+
+    assert until(read_ahead)
+    with Sandbox.create(max_memory=before + (4 << 20)):
+        assert box.usage.memory <= before + (4 << 20)
+    with Sandbox.create(max_memory=4 << 30):
+        assert len(box.checkpoints) == 1
+
+
 def test_while_we_are_at_it_nothing_is_like_it_was() -> None:
     """Two instants in the middle of two changes of ours, or of the same one."""
     box: Any = SimpleNamespace(

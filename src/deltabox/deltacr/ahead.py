@@ -279,10 +279,11 @@ def _copy(
         feeding = feed(processes, stash, template.stash, reference, changes)
         try:
             whole = sum(stash.sizes().values())
-            if template.stash is None and not has_room(whole):
+            own = feeding.most(template.read_ahead, whole)
+            if not has_room(whole if template.stash is None else own - template.read_ahead):
                 feeding.close()
                 return
-            template.resize(own=feeding.most(template.read_ahead, whole), whole=whole)
+            template.resize(own=own, whole=whole)
             run = template.peer.run(feeding.program.seal(), 0, feeding.fds)
         except BaseException:
             # nobody knows what it holds now

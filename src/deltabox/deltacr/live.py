@@ -198,11 +198,15 @@ class Live:
             worse.close()
         return True
 
-    @property
-    def has_read_ahead(self) -> bool:
-        """Whether the template made ahead holds pages already that no other does."""
-        made = self.successor
-        return made is not None and made.read_ahead > 0
+    def drop_read_ahead(self) -> bool:
+        """Free the template made ahead if it holds pages that no other does; whether it did."""
+        with self.ahead.excluded():
+            made, base = self.successor, self.base
+            # a fork that nothing has been read into has its base's; half read counts as well
+            if made is None or made.stash is (None if base is None else base.stash):
+                return False
+            self.drop_successor()
+            return True
 
     def drop_successor(self) -> None:
         """Free the template made ahead: as a fork it keeps what the one before it has held."""

@@ -382,10 +382,8 @@ class Tree:
         for rested in gone:
             rested.live.drop_successor()
             self._free_state(rested.state)
-        ahead = [box.live for box in boxes if box.live.has_read_ahead]
-        for live in ahead:
-            live.drop_successor()
-        return leftover or bool(gone or ahead)
+        read = [box for box in boxes if box.live.drop_read_ahead()]
+        return leftover or bool(gone or read)
 
     def _free_state(self, state: State) -> None:
         state.template.close()
